@@ -1,0 +1,87 @@
+"""Configs of the split-KV decode, and how many pieces to cut a request into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tl_backend.configs.tile import TileConfig, first_legal
+from tl_backend.device import DeviceSpec
+from tl_backend.problem import AttentionProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Attributes: tile: shape of a block's tile; split: write partial outputs for a combine, not the output."""
+
+    tile: TileConfig
+    split: bool
+
+
+# Blocks that should be resident at once on a multiprocessor: enough loads in flight to fill the memory system.
+BLOCKS_PER_MULTIPROCESSOR = 4
+MIN_KEYS_PER_SPLIT = 128
+MAX_SPLITS = 64
+
+
+def default_decode_tile(problem: AttentionProblem, device: DeviceSpec) -> TileConfig:
+    """The first legal tile of the device's preference list.
+
+    Raises:
+        UnsupportedError: no tile fits the device's shared memory.
+    """
+    if device.is_gpu:
+        # 64 rows, though a group has fewer: each of four warps owns 16 whole rows, so that a row's softmax stays in its warp.
+        threads = 4 * device.wave_size
+        shapes = [(64, 64, threads), (64, 32, threads), (64, 16, threads)]
+    else:
+        shapes = [(16, 32, 1)]
+    stages = 0 if device.vendor in ("cpu", "amd") else 1
+    return first_legal(
+        [
+            TileConfig(
+                block_m=block_m,
+                block_n=block_n,
+                heads_per_tile=even_heads(problem.group_size, block_m),
+                num_stages=stages,
+                threads=threads,
+            )
+            for block_m, block_n, threads in shapes
+        ],
+        problem,
+        device,
+    )
+
+
+def combine_threads(problem: AttentionProblem) -> int:
+    """Threads of a combine block: one an output element, rounded up to a power of two.
+
+    TileLang finds no layout for more elements than threads where the one is no multiple of the other.
+    """
+    return max(64, 1 << (problem.head_dim - 1).bit_length())
+
+
+def even_heads(group_size: int, block_m: int) -> int:
+    """Query heads of a tile when a group is cut into as few equal tiles as hold it: 71 heads in 64 rows go as 2 x 36."""
+    tiles = -(-group_size // block_m)
+    return -(-group_size // tiles)
+
+
+def num_splits(num_requests: int, lanes: int, max_seqlen_k: int, device: DeviceSpec) -> int:
+    """Pieces to cut each request's keys into, so that a small batch still fills the device.
+
+    Args:
+        num_requests: decode requests of the step.
+        lanes: blocks of one request and piece (kv heads x head tiles).
+        max_seqlen_k: the longest sequence, or an upper bound.
+    """
+    if num_requests == 0:
+        return 1
+    slots = BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors if device.is_gpu else 1
+    wanted = slots // (num_requests * lanes)
+    return max(1, min(wanted, max_seqlen_k // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+
+
+def max_partials(max_num_requests: int, lanes: int, device: DeviceSpec) -> int:
+    """The most (request, piece) pairs that ``num_splits`` gives with two pieces or more: the size of the scratch."""
+    slots = BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors if device.is_gpu else 1
+    return min(slots // lanes, max_num_requests * MAX_SPLITS)

@@ -1,0 +1,145 @@
+"""Paged split-KV decode: a block takes the query heads of one kv head of one request, over one piece of its keys.
+
+With one piece a request the block writes the output; with more it writes a partial output and its log-sum-exp, which
+``decode_combine`` merges. Lengths are read on the device and the grid depends on none of them.
+
+Legend: T query rows, H query heads, HK kv heads, D head size, R requests, S pieces a request.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tl_backend.configs.decode import DecodeConfig
+from tl_backend.kernels.dialect import Dialect, rows, vector
+from tl_backend.kernels.tile import ACCUM, LOG2E, kv_shape, tile_program
+from tl_backend.problem import AttentionProblem
+
+
+def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) -> Any:
+    """The prim_func. Queries of at most one token; a request without a token is skipped.
+
+    Q, KV, O, block_table, cu_seqlens_q, seq_lens as in ``prefill``; partial_o float32 ``[R * S, H, D]`` and partial_lse
+    float32 ``[R * S, H]`` (base 2, -inf for a piece without keys), which ``config.split`` makes it write instead of O.
+    """
+    tile = config.tile
+    program = tile_program(problem, tile, dialect)
+    block_m, block_n, heads = tile.block_m, tile.block_n, tile.heads_per_tile
+    dtype, head_dim, group = problem.dtype, problem.head_dim, problem.group_size
+    num_heads, num_kv_heads, head_tiles = problem.num_q_heads, problem.num_kv_heads, tile.head_tiles(problem)
+    lanes = num_kv_heads * head_tiles
+
+    @T.prim_func
+    def decode_kernel(
+        q_ptr: T.ptr,
+        kv_ptr: T.ptr,
+        o_ptr: T.ptr,
+        block_table_ptr: T.ptr,
+        cu_seqlens_q_ptr: T.ptr,
+        seq_lens_ptr: T.ptr,
+        partial_o_ptr: T.ptr,
+        partial_lse_ptr: T.ptr,
+        num_requests: T.int32,
+        num_splits: T.int32,
+        num_rows: T.int32,
+        softmax_scale: T.float32,
+        q_stride_t: T.int64,
+        q_stride_h: T.int64,
+        kv_stride_b: T.int64,
+        kv_stride_h: T.int64,
+        kv_stride_s: T.int64,
+        o_stride_t: T.int64,
+        o_stride_h: T.int64,
+        block_table_stride: T.int64,
+    ):
+        Q = dialect.tensor(q_ptr, [num_heads, head_dim], dtype, [q_stride_t, q_stride_h])
+        KV = dialect.tensor(kv_ptr, kv_shape(problem), dtype, [kv_stride_b, kv_stride_h, kv_stride_s])
+        O = dialect.tensor(o_ptr, [num_heads, head_dim], dtype, [o_stride_t, o_stride_h])
+        block_table = rows(block_table_ptr, "int32", block_table_stride)
+        cu_seqlens_q = vector(cu_seqlens_q_ptr, "int32")
+        seq_lens = vector(seq_lens_ptr, "int32")
+        partial_o = rows(partial_o_ptr, ACCUM, T.int64(head_dim))
+        partial_lse = vector(partial_lse_ptr, ACCUM)
+        with dialect.launch(num_requests * lanes * num_splits, config.tile.threads) as block:
+            q_MD = dialect.shared([block_m, head_dim], dtype)
+            o_MD = dialect.fragment([block_m, head_dim], ACCUM)
+            max_M = dialect.fragment([block_m], ACCUM)
+            sum_M = dialect.fragment([block_m], ACCUM)
+            split = block % num_splits
+            lane = block // num_splits % lanes
+            request = block // (num_splits * lanes)
+            kv_head = lane // head_tiles
+            first_head = kv_head * group + lane % head_tiles * heads
+            last_head = (kv_head + 1) * group - 1
+            row = cu_seqlens_q[request]
+            has_query = cu_seqlens_q[request + 1] > row
+            seq_len = T.if_then_else(has_query, seq_lens[request], 0)
+            num_tiles = T.ceildiv(seq_len, block_n)
+            tiles_per_split = T.ceildiv(num_tiles, num_splits)
+            tile_begin = T.min(split * tiles_per_split, num_tiles)
+            tile_end = T.min(tile_begin + tiles_per_split, num_tiles)
+            program.load_q(Q, q_MD, row, first_head, T.min(row, num_rows - 1), last_head)
+            program.attend(
+                q_MD, KV, block_table, o_MD, max_M, sum_M, request, kv_head, seq_len - 1, seq_len,
+                tile_begin, tile_end, softmax_scale * LOG2E,
+            )  # fmt: skip
+            program.normalise(o_MD, sum_M)
+            for i, d in dialect.parallel(block_m, head_dim):
+                if has_query and i < heads and first_head + i <= last_head:
+                    if config.split:
+                        partial_o[(request * num_splits + split) * num_heads + first_head + i, d] = o_MD[i, d]
+                    else:
+                        O[row, first_head + i, d] = T.cast(o_MD[i, d], dtype)
+            if config.split:
+                for i in dialect.parallel(block_m):
+                    if has_query and i < heads and first_head + i <= last_head:
+                        partial_lse[(request * num_splits + split) * num_heads + first_head + i] = T.if_then_else(
+                            sum_M[i] > 0, max_M[i] * (softmax_scale * LOG2E) + T.log2(sum_M[i]), -T.infinity(ACCUM)
+                        )
+
+    return decode_kernel
+
+
+def decode_combine(problem: AttentionProblem, threads: int, dialect: Dialect) -> Any:
+    """The prim_func that merges the pieces of every request: one block a request and query head."""
+    head_dim, num_heads, dtype = problem.head_dim, problem.num_q_heads, problem.dtype
+
+    @T.prim_func
+    def decode_combine_kernel(
+        o_ptr: T.ptr,
+        cu_seqlens_q_ptr: T.ptr,
+        partial_o_ptr: T.ptr,
+        partial_lse_ptr: T.ptr,
+        num_requests: T.int32,
+        num_splits: T.int32,
+        o_stride_t: T.int64,
+        o_stride_h: T.int64,
+    ):
+        O = dialect.tensor(o_ptr, [num_heads, head_dim], dtype, [o_stride_t, o_stride_h])
+        cu_seqlens_q = vector(cu_seqlens_q_ptr, "int32")
+        partial_o = rows(partial_o_ptr, ACCUM, T.int64(head_dim))
+        partial_lse = vector(partial_lse_ptr, ACCUM)
+        with dialect.launch(num_requests * num_heads, threads) as block:
+            o_D = dialect.fragment([head_dim], ACCUM)
+            highest = T.alloc_local([1], ACCUM)
+            total = T.alloc_local([1], ACCUM)
+            request = block // num_heads
+            head = block % num_heads
+            row = cu_seqlens_q[request]
+            if cu_seqlens_q[request + 1] > row:
+                highest[0] = -T.infinity(ACCUM)
+                total[0] = 0
+                T.fill(o_D, 0)
+                for split in T.serial(num_splits):
+                    highest[0] = T.max(highest[0], partial_lse[(request * num_splits + split) * num_heads + head])
+                # A piece without keys has log-sum-exp -inf: its weight is 0. With no key at all the sum stays 0.
+                if highest[0] > -T.infinity(ACCUM):
+                    for split in T.serial(num_splits):
+                        weight = T.exp2(partial_lse[(request * num_splits + split) * num_heads + head] - highest[0])
+                        total[0] = total[0] + weight
+                        for d in dialect.parallel(head_dim):
+                            o_D[d] = o_D[d] + weight * partial_o[(request * num_splits + split) * num_heads + head, d]
+                for d in dialect.parallel(head_dim):
+                    O[row, head, d] = T.cast(T.if_then_else(total[0] > 0, o_D[d] / total[0], 0), dtype)
+
+    return decode_combine_kernel

@@ -1,0 +1,16 @@
+"""Operations for users of the kernels, usable without vLLM. Importing this imports torch, and TileLang only at the first compile."""
+
+from tl_backend.ops.attention import paged_attention
+from tl_backend.ops.cache_write import paged_cache_write
+from tl_backend.ops.checks import unsupported_reason
+from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention, prepare
+
+__all__ = [
+    "AttentionPlan",
+    "AttentionWorkspace",
+    "paged_attention",
+    "paged_cache_write",
+    "plan_attention",
+    "prepare",
+    "unsupported_reason",
+]

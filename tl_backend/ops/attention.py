@@ -1,0 +1,217 @@
+"""The public attention operation over a paged KV cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tl_backend.device import DeviceSpec
+from tl_backend.errors import UnsupportedError, describe
+from tl_backend.ops.checks import (
+    check_device,
+    check_index,
+    check_shape,
+    check_supported,
+    dtype_name,
+    kernel_strides,
+    require,
+)
+from tl_backend.ops.decode import launch_decode
+from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
+from tl_backend.ops.prefill import launch_prefill
+from tl_backend.problem import AttentionProblem
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    out: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool | torch.Tensor = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    plan: AttentionPlan | None = None,
+) -> torch.Tensor:
+    """Attention of varlen queries over a paged KV cache, with grouped kv heads.
+
+    Query token i of a request with n query tokens and s keys sits at position s - n + i (bottom-right alignment) and, with
+    ``causal``, attends to keys 0 ... s - n + i. Keys at or past s are never used, whatever their slots hold, and block-table
+    entries past ceil(s / block_size) are never read.
+
+    With a plan the call neither syncs nor allocates (but for ``out``), and trusts its arguments: the tensors must be those
+    that the plan was made for, or others of the same shapes, dtypes and device. Without one it makes its own plan, for which
+    it copies ``cu_seqlens_q`` to the host, and checks everything.
+
+    Args:
+        q: ``[T, H, D]``, float16 or bfloat16 on a GPU, float32 on a CPU. Rows may be strided (a view of a fused qkv buffer); on a
+            GPU every row and head must start at a multiple of 16 bytes.
+        kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, dtype of q, any strides but a dense last dimension. The first D of the
+            last dimension are the key, the others the value.
+        block_table: int32 ``[R, max_blocks]``: blocks of each request, in order.
+        cu_seqlens_q: int32 ``[R + 1]``: first query row of each request, and their end.
+        seq_lens: int32 ``[R]``: keys of each request, its new tokens included.
+        max_seqlen_q: longest query of the batch, or an upper bound.
+        max_seqlen_k: longest sequence of the batch, or an upper bound.
+        out: ``[T, H, D]``, dtype of q; made if not given. Rows past ``cu_seqlens_q[-1]`` and rows without keys become zero.
+        softmax_scale: of the logits, positive; ``D ** -0.5`` if not given.
+        causal: True or False. A tensor (one bool a request) is not supported yet.
+        window, soft_cap, sinks, alibi_slopes, q_scale, k_scale, v_scale, out_scale, lse: not supported yet.
+        num_splits: a cap on the pieces that one decode request's keys are cut into; 1 for none. Not with a plan, which has
+            chosen already.
+        plan: of this step, from ``plan_attention``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        InvalidInputError: an argument is malformed.
+        UnsupportedError: no kernel serves the request.
+        EnvironmentProblemError: the kernels cannot be compiled here.
+    """
+    _refuse_what_is_not_there(
+        causal,
+        {
+            "q_scale": q_scale,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "out_scale": out_scale,
+            "lse": lse,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+        },
+    )
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    spec = DeviceSpec.of(kv_cache.device)
+    if plan is None:
+        problem = _checked_problem(q, kv_cache, block_table, cu_seqlens_q, seq_lens, out, bool(causal), spec)
+        if q.shape[0] == 0 or len(seq_lens) == 0:
+            return out.zero_()
+        starts = cu_seqlens_q.cpu()
+        workspace = AttentionWorkspace(
+            problem, q.device, max_num_reqs=len(seq_lens), max_num_tokens=max(int(starts[-1]), 1)
+        )
+        plan = plan_attention(
+            problem,
+            cu_seqlens_q,
+            seq_lens,
+            cu_seqlens_q_cpu=_checked_starts(starts, q.shape[0], max_seqlen_q),
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            workspace=workspace,
+            num_splits=num_splits,
+        )
+    else:
+        require(
+            num_splits is None,
+            "num_splits",
+            value=num_splits,
+            limit="a plan has chosen already",
+            remedy="Pass num_splits to plan_attention.",
+        )
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    require(
+        0 < scale < math.inf,
+        "softmax_scale",
+        value=softmax_scale,
+        limit="it must be positive and finite",
+        remedy="Pass D ** -0.5, or leave it out.",
+    )
+    if plan.num_rows < q.shape[0]:
+        out[plan.num_rows :].zero_()
+    if plan.decode is None and plan.prefill is None:
+        return out
+    strides = (
+        *kernel_strides("q", q, spec),
+        *kernel_strides("kv_cache", kv_cache, spec),
+        *kernel_strides("out", out, spec),
+        block_table.stride(0),
+    )
+    if plan.decode is not None:
+        launch_decode(plan.decode, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides)
+    if plan.prefill is not None:
+        launch_prefill(plan.prefill, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides)
+    return out
+
+
+def _refuse_what_is_not_there(causal: bool | torch.Tensor, features: dict[str, Any]) -> None:
+    remedy = "Use another attention backend for this model."
+    if isinstance(causal, torch.Tensor):
+        raise UnsupportedError(describe("causal", value="a tensor", limit="one bool for the batch", remedy=remedy))
+    for name, value in features.items():
+        if value is not None:
+            value = list(value.shape) if isinstance(value, torch.Tensor) else value
+            raise UnsupportedError(describe(name, value=value, limit="no kernel has it yet", remedy=remedy))
+
+
+def _checked_problem(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    causal: bool,
+    spec: DeviceSpec,
+) -> AttentionProblem:
+    check_shape("q", q, (None, None, None), "[T, H, D]")
+    check_shape("kv_cache", kv_cache, (None, None, None, 2 * q.shape[2]), "[num_blocks, HK, block_size, 2 * D]")
+    check_shape("out", out, tuple(q.shape), "[T, H, D]")
+    check_index("block_table", block_table, torch.int32, 2, kv_cache.device)
+    check_index("cu_seqlens_q", cu_seqlens_q, torch.int32, 1, kv_cache.device)
+    check_index("seq_lens", seq_lens, torch.int32, 1, kv_cache.device)
+    check_device("q", q, kv_cache.device)
+    check_device("out", out, kv_cache.device)
+    num_reqs = len(seq_lens)
+    check_shape("block_table", block_table, (num_reqs, None), "[R, max_blocks]")
+    check_shape("cu_seqlens_q", cu_seqlens_q, (num_reqs + 1,), "[R + 1]")
+    problem = AttentionProblem(
+        num_q_heads=q.shape[1],
+        num_kv_heads=kv_cache.shape[1],
+        head_dim=q.shape[2],
+        head_dim_v=q.shape[2],
+        dtype=dtype_name(q.dtype),
+        kv_dtype=dtype_name(kv_cache.dtype),
+        out_dtype=dtype_name(out.dtype),
+        page_size=kv_cache.shape[2],
+        causal=causal,
+    )
+    check_supported(problem, spec)
+    return problem
+
+
+def _checked_starts(starts: torch.Tensor, num_rows: int, max_seqlen_q: int) -> torch.Tensor:
+    lens = starts.diff()
+    require(
+        int(starts[0]) == 0 and bool((lens >= 0).all()) and int(starts[-1]) <= num_rows,
+        "cu_seqlens_q",
+        value=f"{int(starts[0])} ... {int(starts[-1])}, shortest step {int(lens.min())}",
+        limit=f"it must start at 0, never fall, and end at the {num_rows} rows of q or before",
+        remedy="Check the query lengths.",
+    )
+    require(
+        int(lens.max()) <= max_seqlen_q,
+        "max_seqlen_q",
+        value=max_seqlen_q,
+        limit=f"the longest query has {int(lens.max())} tokens",
+        remedy="Pass the longest query length, or an upper bound.",
+    )
+    return starts

@@ -1,0 +1,132 @@
+"""The public write into a paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from tl_backend.configs.cache_write import default_cache_write_config
+from tl_backend.device import DeviceSpec
+from tl_backend.errors import UnsupportedError, describe
+from tl_backend.ops.checks import (
+    check_device,
+    check_index,
+    check_shape,
+    check_supported,
+    dtype_name,
+    kernel_strides,
+    require,
+)
+from tl_backend.ops.compiled import KERNELS, Kernel
+from tl_backend.problem import AttentionProblem
+from tl_backend.telemetry import launches
+
+
+def paged_cache_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens to their slots.
+
+    Slot s is row ``s % block_size`` of block ``s // block_size``. Slots of -1 (any negative) and slots past the cache are
+    skipped. Two tokens must not share a slot.
+
+    Args:
+        key: ``[>= n, HK, D]``, dtype of the cache; rows may be strided.
+        value: as key.
+        kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, any strides but a dense last dimension; written in place.
+        slot_mapping: int64 ``[n]``. Its length says how many tokens there are: rows of key past it are padding.
+        k_scale, v_scale: not supported yet.
+
+    Raises:
+        InvalidInputError: an argument is malformed.
+        UnsupportedError: no kernel serves the request.
+        EnvironmentProblemError: the kernel cannot be compiled here.
+    """
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise UnsupportedError(
+                describe(
+                    name,
+                    value=list(scale.shape),
+                    limit="quantized caches are not supported yet",
+                    remedy="Pass --kv-cache-dtype auto.",
+                )
+            )
+    spec = DeviceSpec.of(kv_cache.device)
+    problem = _checked_problem(key, value, kv_cache, slot_mapping, spec)
+    if len(slot_mapping) == 0:
+        return
+    kernel = cache_write_kernel(problem, spec)
+    launches.record("cache_write")
+    kernel(
+        key.data_ptr(),
+        value.data_ptr(),
+        kv_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        len(slot_mapping),
+        kv_cache.shape[0] * kv_cache.shape[2],
+        *kernel_strides("key", key, spec),
+        *kernel_strides("value", value, spec),
+        *kernel_strides("kv_cache", kv_cache, spec),
+    )
+
+
+def cache_write_kernel(problem: AttentionProblem, device: DeviceSpec) -> Kernel:
+    """The compiled kernel of a ``cache_write_problem``."""
+    return KERNELS.get("cache_write", problem, default_cache_write_config(problem, device), device)
+
+
+def cache_write_problem(attention_problem: AttentionProblem) -> AttentionProblem:
+    """The problem that the cache write is compiled for: what of an attention problem it depends on.
+
+    Layers that differ in query heads or in masking share one kernel.
+    """
+    return _write_problem(
+        attention_problem.num_kv_heads, attention_problem.head_dim, attention_problem.kv_dtype, attention_problem.page_size
+    )
+
+
+def _write_problem(num_kv_heads: int, head_dim: int, dtype: str, page_size: int) -> AttentionProblem:
+    return AttentionProblem(
+        num_q_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        kv_dtype=dtype,
+        out_dtype=dtype,
+        page_size=page_size,
+    )
+
+
+def _checked_problem(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, spec: DeviceSpec
+) -> AttentionProblem:
+    check_shape("kv_cache", kv_cache, (None, None, None, None), "[num_blocks, HK, block_size, 2 * D]")
+    _, num_kv_heads, page_size, width = kv_cache.shape
+    check_index("slot_mapping", slot_mapping, torch.int64, 1, kv_cache.device)
+    for name, tensor in (("key", key), ("value", value)):
+        check_shape(name, tensor, (None, num_kv_heads, width // 2), "[>= n, HK, D]")
+        check_device(name, tensor, kv_cache.device)
+        require(
+            tensor.dtype == kv_cache.dtype,
+            f"{name} dtype",
+            value=dtype_name(tensor.dtype),
+            limit=f"the cache holds {dtype_name(kv_cache.dtype)}",
+            remedy=f"Pass {name}.to(torch.{dtype_name(kv_cache.dtype)}).",
+        )
+        require(
+            len(tensor) >= len(slot_mapping),
+            f"{name} rows",
+            value=len(tensor),
+            limit=f"slot_mapping has {len(slot_mapping)}",
+            remedy="Pass one row for each slot.",
+        )
+    problem = _write_problem(num_kv_heads, width // 2, dtype_name(kv_cache.dtype), page_size)
+    check_supported(problem, spec)
+    return problem

@@ -1,0 +1,109 @@
+"""Checks of what callers pass in, and the strides that kernels take. Each failure is one message: value, limit, remedy."""
+
+from __future__ import annotations
+
+import torch
+
+from tl_backend.device import DeviceSpec
+from tl_backend.errors import InvalidInputError, UnsupportedError, describe
+from tl_backend.problem import AttentionProblem
+
+VECTOR_BYTES = 16  # Global loads and stores of the kernels.
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def require(condition: bool, subject: str, *, value: object, limit: str, remedy: str) -> None:
+    """Raise InvalidInputError unless ``condition``."""
+    if not condition:
+        raise InvalidInputError(describe(subject, value=value, limit=limit, remedy=remedy))
+
+
+def unsupported_reason(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Why kernels on ``device`` do not serve ``problem``, or None. Beyond what ``AttentionProblem`` itself refuses."""
+    if problem.dtype in device.dtypes:
+        return None
+    remedy = "Pass --dtype float32." if device.vendor == "cpu" else "Pass --dtype bfloat16."
+    return describe(
+        f"dtype on {device.name}", value=problem.dtype, limit=f"{' and '.join(device.dtypes)} run there", remedy=remedy
+    )
+
+
+def check_supported(problem: AttentionProblem, device: DeviceSpec) -> None:
+    """Raises UnsupportedError with ``unsupported_reason``."""
+    if (reason := unsupported_reason(problem, device)) is not None:
+        raise UnsupportedError(reason)
+
+
+def check_index(name: str, tensor: torch.Tensor, dtype: torch.dtype, ndim: int, device: torch.device) -> None:
+    """An index tensor: dtype, number of dimensions, device, dense last dimension."""
+    require(
+        tensor.dtype == dtype and tensor.dim() == ndim,
+        name,
+        value=f"{dtype_name(tensor.dtype)} {list(tensor.shape)}",
+        limit=f"{dtype_name(dtype)} with {ndim} dimension{'s' * (ndim > 1)} is needed",
+        remedy=f"Pass {name}.to(torch.{dtype_name(dtype)}).",
+    )
+    check_device(name, tensor, device)
+    require(
+        tensor.numel() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1,
+        f"{name} strides",
+        value=tensor.stride(),
+        limit="the last dimension must be dense",
+        remedy=f"Pass {name}.contiguous().",
+    )
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    require(
+        tensor.device == device,
+        f"{name} device",
+        value=tensor.device,
+        limit=f"all tensors must be on {device}, as the KV cache is",
+        remedy=f"Pass {name}.to('{device}').",
+    )
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
+    """``None`` in ``shape`` stands for any extent."""
+    fits = tensor.dim() == len(shape) and all(w is None or w == g for w, g in zip(shape, tensor.shape, strict=True))
+    require(
+        fits,
+        f"{name} shape",
+        value=list(tensor.shape),
+        limit=f"{meaning} = {['any' if w is None else w for w in shape]} is needed",
+        remedy="Check the head counts and the head size.",
+    )
+
+
+def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple[int, ...]:
+    """The strides of all dimensions but the last, in the kernels' units (see ``kernels.dialect``).
+
+    A dimension of extent 1 has no meaningful stride and can carry any: it gets the dense one.
+
+    Raises:
+        InvalidInputError: the last dimension is not dense, or a stride or the address is not a multiple of 16 bytes.
+    """
+    unit = VECTOR_BYTES // tensor.element_size() if device.is_gpu else 1
+    require(
+        tensor.stride(-1) == 1,
+        f"{name} strides",
+        value=tensor.stride(),
+        limit="the last dimension must be dense",
+        remedy=f"Pass {name}.contiguous().",
+    )
+    strides, dense = [], tensor.shape[-1]
+    for extent, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        strides.append(dense if extent <= 1 else stride)
+        dense *= max(extent, 1)
+    strides.reverse()
+    require(
+        all(stride % unit == 0 for stride in strides) and (not device.is_gpu or tensor.data_ptr() % VECTOR_BYTES == 0),
+        f"{name} alignment",
+        value=f"strides {tensor.stride()}, address % {VECTOR_BYTES} = {tensor.data_ptr() % VECTOR_BYTES}",
+        limit=f"rows must start at multiples of {VECTOR_BYTES} bytes",
+        remedy=f"Pass {name}.contiguous(), or pad the rows of the buffer it is a view of.",
+    )
+    return tuple(stride // unit for stride in strides)

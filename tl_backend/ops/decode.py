@@ -1,0 +1,86 @@
+"""Launch of the split-KV decode and its combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tl_backend.configs.decode import DecodeConfig, combine_threads, default_decode_tile
+from tl_backend.configs.tile import TileConfig
+from tl_backend.device import DeviceSpec
+from tl_backend.ops.compiled import KERNELS, Kernel
+from tl_backend.problem import AttentionProblem
+from tl_backend.telemetry import launches
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """The decode part of a step: its leading requests, of at most one query token each.
+
+    Attributes:
+        kernel: compiled; writes the output where ``combine`` is None, else partial results.
+        combine: merges the pieces.
+        num_requests: requests of the part.
+        num_splits: pieces a request.
+        partial_o: float32 ``[>= num_requests * num_splits, H, D]``.
+        partial_lse: float32 ``[>= num_requests * num_splits, H]``, base 2.
+    """
+
+    kernel: Kernel
+    combine: Kernel | None
+    num_requests: int
+    num_splits: int
+    partial_o: torch.Tensor
+    partial_lse: torch.Tensor
+
+
+def decode_kernels(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -> tuple[Kernel, Kernel | None]:
+    """The compiled kernel, and with ``split`` the combine."""
+    config = DecodeConfig(tile=decode_tile(problem, device), split=split)
+    kernel = KERNELS.get("decode", problem, config, device)
+    return kernel, KERNELS.get("decode_combine", problem, combine_threads(problem), device) if split else None
+
+
+def decode_tile(problem: AttentionProblem, device: DeviceSpec) -> TileConfig:
+    return default_decode_tile(problem, device)
+
+
+def launch_decode(
+    plan: DecodePlan,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    strides: tuple[int, ...],
+) -> None:
+    """One launch, or two with a combine. ``strides`` as for ``launch_prefill``."""
+    launches.record("decode")
+    plan.kernel(
+        q.data_ptr(),
+        kv_cache.data_ptr(),
+        out.data_ptr(),
+        block_table.data_ptr(),
+        cu_seqlens_q.data_ptr(),
+        seq_lens.data_ptr(),
+        plan.partial_o.data_ptr(),
+        plan.partial_lse.data_ptr(),
+        plan.num_requests,
+        plan.num_splits,
+        q.shape[0],
+        softmax_scale,
+        *strides,
+    )
+    if plan.combine is not None:
+        launches.record("decode_combine")
+        plan.combine(
+            out.data_ptr(),
+            cu_seqlens_q.data_ptr(),
+            plan.partial_o.data_ptr(),
+            plan.partial_lse.data_ptr(),
+            plan.num_requests,
+            plan.num_splits,
+            *strides[5:7],
+        )

@@ -1,0 +1,207 @@
+"""The plan of a step: what all layers of one problem share, made once, into persistent buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tl_backend.configs import decode as decode_config
+from tl_backend.configs.prefill import default_prefill_config
+from tl_backend.device import DeviceSpec
+from tl_backend.errors import InvalidInputError, describe
+from tl_backend.ops.cache_write import cache_write_kernel, cache_write_problem
+from tl_backend.ops.checks import check_supported
+from tl_backend.ops.decode import DecodePlan, decode_kernels, decode_tile
+from tl_backend.ops.prefill import PrefillPlan, prefill_kernel, work_list
+from tl_backend.problem import AttentionProblem
+
+# Host buffers of the work list that take turns. Each is guarded by an event, so that more steps in flight than this would
+# wait for the oldest copy and never overwrite it; asynchronous scheduling has two.
+NUM_HOST_BUFFERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """What one step needs. Valid until the next plan that is made in the same workspace.
+
+    Attributes:
+        problem: what it was made for.
+        num_rows: query rows of the step, ``cu_seqlens_q[-1]``; output rows from here on are zero.
+        decode: the leading requests with at most one query token, or None if there are none with a token.
+        prefill: all other requests, or None.
+    """
+
+    problem: AttentionProblem
+    num_rows: int
+    decode: DecodePlan | None
+    prefill: PrefillPlan | None
+
+
+class AttentionWorkspace:
+    """Persistent buffers for the plans of one problem on one device.
+
+    Args:
+        problem: whose plans are made here.
+        device: where its tensors are.
+        max_num_reqs: most requests of a step.
+        max_num_tokens: most query tokens of a step.
+
+    Raises:
+        UnsupportedError: the device does not serve the problem.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, device: torch.device, *, max_num_reqs: int, max_num_tokens: int
+    ) -> None:
+        self.spec = DeviceSpec.of(device)
+        check_supported(problem, self.spec)
+        self.problem = problem
+        self.max_num_reqs, self.max_num_tokens = max_num_reqs, max_num_tokens
+        self.lanes = problem.num_kv_heads * decode_tile(problem, self.spec).head_tiles(problem)
+        tokens_per_tile = default_prefill_config(problem, self.spec).tokens_per_tile
+        capacity = max_num_tokens // tokens_per_tile + max_num_reqs
+        self.work = torch.empty(capacity, 2, dtype=torch.int32, device=device)
+        self._hosts = [_HostBuffer(capacity, pinned=self.spec.is_gpu) for _ in range(NUM_HOST_BUFFERS)]
+        self._turn = 0
+        partials = decode_config.max_partials(max_num_reqs, self.lanes, self.spec)
+        heads, head_dim = problem.num_q_heads, problem.head_dim
+        self.partial_o = torch.empty(partials, heads, head_dim, dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(partials, heads, dtype=torch.float32, device=device)
+
+    def upload(self, work: np.ndarray) -> None:
+        """Copy a work list to the device without waiting for it."""
+        host = self._hosts[self._turn]
+        self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
+        host.copy_to(self.work, work)
+
+
+class _HostBuffer:
+    """A host buffer and the event after its last copy to the device."""
+
+    def __init__(self, capacity: int, *, pinned: bool) -> None:
+        self._buffer = torch.empty(capacity, 2, dtype=torch.int32, pin_memory=pinned)
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def copy_to(self, device_buffer: torch.Tensor, work: np.ndarray) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._buffer[: len(work)].numpy()[...] = work
+        device_buffer[: len(work)].copy_(self._buffer[: len(work)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def plan_attention(
+    problem: AttentionProblem,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q_cpu: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    workspace: AttentionWorkspace,
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> AttentionPlan:
+    """Plan one step for all layers of a problem. Neither syncs with the device nor allocates on it.
+
+    The leading requests with at most one query token go to the split-KV decode, all others to the prefill.
+
+    Args:
+        problem: of the layers.
+        cu_seqlens_q: int32 ``[R + 1]`` on the device: where each request's query rows start.
+        seq_lens: int32 ``[R]`` on the device: keys of each request, the new ones included.
+        cu_seqlens_q_cpu: int32 ``[R + 1]``, the same values on the host.
+        max_seqlen_q: longest query; 1 or less says that every request is a decode.
+        max_seqlen_k: longest sequence, or an upper bound.
+        workspace: whose buffers the plan uses; they belong to the plan until the next one is made there.
+        seq_lens_cpu_upper_bound: ``[R]`` on the host: orders the prefill's work, longest first. Optional.
+        num_splits: a cap on the pieces that a decode request's keys are cut into; 1 for none. Optional.
+
+    Raises:
+        InvalidInputError: the step is larger than the workspace, or the workspace belongs to another problem.
+    """
+    del cu_seqlens_q, seq_lens  # Kernels read them at launch; later families plan on the device from them.
+    if workspace.problem != problem:
+        raise InvalidInputError(
+            describe(
+                "workspace",
+                value=f"made for {workspace.problem}",
+                limit=f"the plan is for {problem}",
+                remedy="Make one AttentionWorkspace for each problem.",
+            )
+        )
+    starts = cu_seqlens_q_cpu.numpy()
+    query_lens = np.diff(starts)
+    num_rows, num_reqs = int(starts[-1]), len(query_lens)
+    if num_reqs > workspace.max_num_reqs or num_rows > workspace.max_num_tokens:
+        raise InvalidInputError(
+            describe(
+                "step",
+                value=f"{num_reqs} requests, {num_rows} tokens",
+                limit=f"the workspace holds {workspace.max_num_reqs} and {workspace.max_num_tokens}",
+                remedy="Make the AttentionWorkspace for the scheduler's limits.",
+            )
+        )
+    num_decodes = num_reqs if max_seqlen_q <= 1 else int(np.argmax(np.append(query_lens > 1, True)))
+    decode = prefill = None
+    if num_decodes and starts[num_decodes] > 0:
+        decode = _plan_decode(workspace, num_decodes, max_seqlen_k, num_splits)
+    if num_rows > starts[num_decodes]:
+        kernel, config = prefill_kernel(problem, workspace.spec)
+        bound = None if seq_lens_cpu_upper_bound is None else seq_lens_cpu_upper_bound.numpy()[:num_reqs] - query_lens
+        work = work_list(query_lens, num_decodes, config.tokens_per_tile, bound)
+        workspace.upload(work)
+        prefill = PrefillPlan(kernel=kernel, work=workspace.work, num_work=len(work))
+    return AttentionPlan(problem=problem, num_rows=num_rows, decode=decode, prefill=prefill)
+
+
+def _plan_decode(
+    workspace: AttentionWorkspace, num_decodes: int, max_seqlen_k: int, cap: int | None
+) -> DecodePlan:
+    splits = decode_config.num_splits(num_decodes, workspace.lanes, max_seqlen_k, workspace.spec)
+    splits = splits if cap is None else min(splits, max(cap, 1))
+    kernel, combine = decode_kernels(workspace.problem, workspace.spec, split=splits > 1)
+    return DecodePlan(
+        kernel=kernel,
+        combine=combine,
+        num_requests=num_decodes,
+        num_splits=splits,
+        partial_o=workspace.partial_o,
+        partial_lse=workspace.partial_lse,
+    )
+
+
+def prepare(
+    problem: AttentionProblem, device: torch.device, *, on_progress: Callable[[int, int, str], None] | None = None
+) -> list[str]:
+    """Compile every kernel that plans of a problem and its cache write can ask for.
+
+    Args:
+        on_progress: called with (done, total, name) before each kernel, and at the end with (total, total, "").
+
+    Returns:
+        The names of the kernels.
+
+    Raises:
+        UnsupportedError: the device does not serve the problem.
+        EnvironmentProblemError: TileLang or a compiler is missing, or compilation failed.
+    """
+    spec = DeviceSpec.of(device)
+    check_supported(problem, spec)
+    steps: dict[str, Callable[[], object]] = {
+        "prefill": lambda: prefill_kernel(problem, spec),
+        "decode": lambda: decode_kernels(problem, spec, split=False),
+        "split decode and combine": lambda: decode_kernels(problem, spec, split=True),
+        "cache write": lambda: cache_write_kernel(cache_write_problem(problem), spec),
+    }
+    for done, (name, compile_kernel) in enumerate(steps.items()):
+        if on_progress is not None:
+            on_progress(done, len(steps), name)
+        compile_kernel()
+    if on_progress is not None:
+        on_progress(len(steps), len(steps), "")
+    return list(steps)

@@ -1,0 +1,84 @@
+"""Launch of the paged varlen prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tl_backend.configs.prefill import default_prefill_config
+from tl_backend.configs.tile import TileConfig
+from tl_backend.device import DeviceSpec
+from tl_backend.ops.compiled import KERNELS, Kernel
+from tl_backend.problem import AttentionProblem
+from tl_backend.telemetry import launches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPlan:
+    """The prefill part of a step.
+
+    Attributes:
+        kernel: compiled.
+        work: int32 ``[capacity, 2]`` on the device, (request, first token); its first ``num_work`` rows count.
+        num_work: tiles of query tokens.
+    """
+
+    kernel: Kernel
+    work: torch.Tensor
+    num_work: int
+
+
+def prefill_kernel(problem: AttentionProblem, device: DeviceSpec) -> tuple[Kernel, TileConfig]:
+    """The compiled kernel that serves a problem, and its config."""
+    config = default_prefill_config(problem, device)
+    return KERNELS.get("prefill", problem, config, device), config
+
+
+def work_list(
+    query_lens: np.ndarray, first_request: int, tokens_per_tile: int, contexts: np.ndarray | None = None
+) -> np.ndarray:
+    """Tiles of the requests from ``first_request`` on, those with most keys first: int32 ``[W, 2]`` (request, first token).
+
+    Starting with the longest keeps the last wave of blocks short.
+
+    Args:
+        query_lens: new tokens of each request, ``[R]``.
+        contexts: tokens of each request that are cached already, or an upper bound. Orders the list, and no more.
+    """
+    tiles = -(-query_lens[first_request:] // tokens_per_tile)
+    requests = np.repeat(np.arange(first_request, len(query_lens)), tiles)
+    starts = np.cumsum(tiles) - tiles
+    tokens = (np.arange(len(requests)) - np.repeat(starts, tiles)) * tokens_per_tile
+    keys = tokens if contexts is None else tokens + contexts[requests]
+    order = np.argsort(-keys, kind="stable")
+    return np.stack([requests, tokens], axis=1)[order].astype(np.int32)
+
+
+def launch_prefill(
+    plan: PrefillPlan,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    strides: tuple[int, ...],
+) -> None:
+    """One launch. ``strides``: of q, kv_cache and out but their last, in kernel units, then block_table's row stride."""
+    launches.record("prefill")
+    plan.kernel(
+        q.data_ptr(),
+        kv_cache.data_ptr(),
+        out.data_ptr(),
+        block_table.data_ptr(),
+        cu_seqlens_q.data_ptr(),
+        seq_lens.data_ptr(),
+        plan.work.data_ptr(),
+        plan.num_work,
+        q.shape[0],
+        softmax_scale,
+        *strides,
+    )
