@@ -123,7 +123,7 @@ def _of(kind: str, index: int | None) -> DeviceSpec:
         raise UnsupportedError(
             describe(f"GPU {props.name}", value=arch, limit=limit, remedy="Use another attention backend on this GPU.")
         )
-    shared = SHARED_MEMORY_PER_BLOCK.get(arch) or getattr(props, "shared_memory_per_block_optin", 48 * 1024)
+    shared = SHARED_MEMORY_PER_BLOCK.get(arch) or int(getattr(props, "shared_memory_per_block_optin", 48 * 1024))
     return DeviceSpec(
         vendor=vendor,
         arch=arch,

@@ -18,8 +18,8 @@ class Settings:
     Attributes:
         cpu: ``TL_BACKEND_CPU`` (0 or 1): on vLLM's CPU platform, replace the built-in backend by this one, compiled for
             TileLang's C target. For laptops and CI. Default 0.
-        launch_log_dir: ``TL_BACKEND_LAUNCH_LOG_DIR`` (a folder): each process writes the kernels that it launched and how often
-            to one JSON file there, every second and at exit. Default: nothing is written.
+        launch_log_dir: ``TL_BACKEND_LAUNCH_LOG_DIR`` (a folder): each process writes the kernels that it launched and
+            how often to one JSON file there, every second and at exit. Default: nothing is written.
     """
 
     cpu: bool = False

@@ -13,7 +13,6 @@ def default_prefill_config(problem: AttentionProblem, device: DeviceSpec) -> Til
     Raises:
         UnsupportedError: no tile fits the device's shared memory.
     """
-    shapes = _SHAPES[_kind(device)]
     return first_legal(
         [
             TileConfig(
@@ -23,37 +22,35 @@ def default_prefill_config(problem: AttentionProblem, device: DeviceSpec) -> Til
                 num_stages=_num_stages(problem, block_n, device),
                 threads=threads,
             )
-            for block_m, block_n, threads in shapes
-            if (block_m, block_n) not in _skipped(problem, device)
+            for block_m, block_n, threads in _shapes(problem, device)
         ],
         problem,
         device,
     )
 
 
-# (block_m, block_n, threads), best first. Hopper: two warpgroups of 64 rows. Ampere and Ada: a warp holds 32 rows, so that
-# scores and output stay in registers. AMD: 256 threads are four waves. CPU: small tiles stay in the L1 cache.
-_SHAPES = {
-    "hopper": ((128, 128, 256), (128, 64, 256), (64, 64, 128)),
-    "nvidia": ((128, 64, 128), (64, 64, 128), (64, 32, 128), (64, 16, 128)),
-    "amd": ((128, 64, 256), (64, 64, 256), (64, 32, 256)),
-    "cpu": ((32, 32, 1),),
-}
-
-
-def _kind(device: DeviceSpec) -> str:
-    if device.vendor == "nvidia":
-        return "hopper" if device.arch == "sm_90" else "nvidia"
-    return device.vendor
+def _shapes(problem: AttentionProblem, device: DeviceSpec) -> tuple[tuple[int, int, int], ...]:
+    """(block_m, block_n, threads), best first."""
+    if device.vendor == "cpu":
+        return ((32, 32, 1),)  # Small tiles stay in the L1 cache.
+    if device.vendor == "amd":
+        return ((128, 64, 256), (64, 64, 256), (64, 32, 256))  # 256 threads are four waves.
+    if device.arch != "sm_90":
+        return ((128, 64, 128), (64, 64, 128), (64, 32, 128), (64, 16, 128))
+    # Hopper, measured on an H200 (B1 32/8 S8192 bf16). Where whole tiles are copied, TileLang makes one warpgroup the
+    # producer, and the others run unsynchronised: with three, one's softmax hides behind the matmuls of two. Above head
+    # size 128 the output takes the registers that 128 columns of scores would need.
+    if problem.head_dim > 128:
+        return ((128, 64, 256), (64, 64, 128), (64, 32, 128))
+    if problem.page_size % 128 == 0:
+        return ((192, 128, 384), (128, 128, 256))
+    # The gather of small pages synchronises a block at every tile: several small blocks overlap each other instead.
+    return ((64, 64, 128), (64, 32, 128))
 
 
 def _num_stages(problem: AttentionProblem, block_n: int, device: DeviceSpec) -> int:
     if not device.is_gpu or device.vendor == "amd":
         return 0
-    # TMA fills two stages ahead. The gather of small pages issues the next tile's cp.async after each matmul: one buffer.
-    return 2 if device.arch == "sm_90" and problem.page_size % block_n == 0 else 1
-
-
-def _skipped(problem: AttentionProblem, device: DeviceSpec) -> set[tuple[int, int]]:
-    # Above head size 128 the output tile takes the registers that 128 columns of scores would need.
-    return {(128, 128)} if problem.head_dim > 128 else set()
+    # With one buffer the next tile's load starts as soon as its matmul has read it. A second pays where TMA fills it
+    # and it costs no resident block: above head size 128.
+    return 2 if device.arch == "sm_90" and problem.head_dim > 128 and problem.page_size % block_n == 0 else 1

@@ -38,9 +38,14 @@ class TileConfig:
         """Tiles that cover the query heads of one kv head."""
         return -(-problem.group_size // self.heads_per_tile)
 
+    def copies_whole_tiles(self, problem: AttentionProblem) -> bool:
+        """Whether every KV tile lies in one page, so that one block copy (TMA, where there is TMA) fetches it."""
+        return problem.page_size % self.block_n == 0
+
     def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes of dynamic shared memory: Q once, K and V once a stage."""
-        rows = self.block_m + 2 * self.block_n * max(1, self.num_stages)
+        """Bytes of dynamic shared memory: Q, the stages of K and V, and the tail where whole tiles are copied."""
+        tail = self.block_n if self.copies_whole_tiles(problem) else 0
+        rows = self.block_m + 2 * self.block_n * max(1, self.num_stages) + tail
         return rows * problem.head_dim * ELEMENT_BYTES[problem.dtype]
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:

@@ -1,1 +1,1 @@
-"""TileLang programs and nothing else: (problem, config, device) -> prim_func. Importing a module here imports TileLang."""
+"""TileLang programs and nothing else: (problem, config, dialect) -> prim_func. Importing one imports TileLang."""

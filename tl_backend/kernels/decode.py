@@ -76,6 +76,10 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
             seq_len = T.if_then_else(has_query, seq_lens[request], 0)
             num_tiles = T.ceildiv(seq_len, block_n)
             tiles_per_split = T.ceildiv(num_tiles, num_splits)
+            # Variables, not expressions: TileLang inlines those into every index, and proving the divisions took it ten
+            # times as long as all the rest.
+            tile_begin = T.alloc_var("int32")
+            tile_end = T.alloc_var("int32")
             tile_begin = T.min(split * tiles_per_split, num_tiles)
             tile_end = T.min(tile_begin + tiles_per_split, num_tiles)
             program.load_q(Q, q_MD, row, first_head, T.min(row, num_rows - 1), last_head)

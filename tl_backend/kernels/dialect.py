@@ -1,8 +1,8 @@
 """The small vocabulary that lets one program serve CUDA, HIP and TileLang's C target.
 
-A GPU keeps tiles in shared memory and register fragments and walks them with parallel loops. The C target has one thread:
-every tile is a local array, and loops are plain grids (a local array must not be indexed by a parallel variable).
-TileLang traces the Python of a program, so that a method of this class picks the construct at trace time.
+A GPU keeps tiles in shared memory and register fragments and walks them with parallel loops. The C target has one
+thread: every tile is a local array, and loops are plain grids (a local array must not be indexed by a parallel
+variable). TileLang traces the Python of a program, so that a method of this class picks the construct at trace time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Dialect:
     def tensor(self, pointer: Any, shape: list[int], dtype: str, strides: list[Any]) -> Any:
         """A global tensor at ``pointer`` whose first extent only the caller knows; ``shape`` holds the others.
 
-        ``strides`` are int64 arguments in units of ``stride_unit``, which makes every offset 64-bit; the last dimension is
-        dense.
+        ``strides`` are int64 arguments in units of ``stride_unit``, which makes every offset 64-bit; the last dimension
+        is dense.
         """
         return T.make_tensor(pointer, [ANY, *shape], dtype, strides=[s * self.stride_unit for s in strides] + [1])
 

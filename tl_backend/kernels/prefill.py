@@ -17,7 +17,8 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
     """The prim_func.
 
     Q ``[T, H, D]``, KV ``[num_blocks, HK, page, 2 * D]``, O ``[T, H, D]``, block_table int32 ``[R, max_blocks]``,
-    cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 2]`` of (request, first token), longest first.
+    cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 2]`` of (request, first token), longest
+    first.
     """
     program = tile_program(problem, config, dialect)
     block_m, heads, tokens = config.block_m, config.heads_per_tile, config.tokens_per_tile

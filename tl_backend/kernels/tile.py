@@ -1,7 +1,8 @@
 """The attention of one tile of query rows over a range of KV tiles: what prefill and decode share.
 
-A tile has ``block_m`` rows; row i is token ``i // heads`` and head ``i % heads`` of one kv head's group, so that the heads
-which share a kv head share its loads. KV comes in tiles of ``block_n`` keys, which may be smaller or larger than a page.
+A tile has ``block_m`` rows; row i is token ``i // heads`` and head ``i % heads`` of one kv head's group, so that the
+heads which share a kv head share its loads. KV comes in tiles of ``block_n`` keys, which may be smaller or larger than
+a page.
 
 Legend: M tile rows, N keys of a KV tile, D head size.
 """
@@ -36,17 +37,12 @@ def kv_shape(problem: AttentionProblem) -> list[int]:
     return [problem.num_kv_heads, problem.page_size, 2 * problem.head_dim]
 
 
-def kv_tile_within_page(page_size: int, block_n: int) -> bool:
-    """Whether every KV tile lies in one page, so that one block copy (TMA where there is TMA) fetches it."""
-    return page_size % block_n == 0
-
-
 def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> TileProgram:
     """Build the macros. They close over the problem and the config, which are constants of the trace."""
     block_m, block_n, heads = config.block_m, config.block_n, config.heads_per_tile
     head_dim, page_size, causal, dtype = problem.head_dim, problem.page_size, problem.causal, problem.dtype
     parallel, stages = dialect.parallel, config.num_stages
-    within_page = kv_tile_within_page(page_size, block_n)
+    whole_tiles = config.copies_whole_tiles(problem)
 
     @T.macro
     def load_q(Q, q_MD, first_row, first_head, last_row, last_head):
@@ -68,8 +64,8 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
 
     @T.macro
     def gather_kv(KV, block_table, tile_ND, request, kv_head, key0, seq_len, column):
-        # Rows past the sequence's end repeat its last key: no block-table entry past the end is read, and no unwritten slot,
-        # which may hold NaN.
+        # Rows past the sequence's end repeat its last key: no block-table entry past the end is read, and no unwritten
+        # slot, which may hold NaN.
         for j, d in parallel(block_n, head_dim):
             tile_ND[j, d] = KV[
                 block_table[request, T.min(key0 + j, seq_len - 1) // page_size],
@@ -105,11 +101,23 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
 
     @T.macro
     def attend(
-        q_MD, KV, block_table, o_MD, max_M, sum_M, request, kv_head, position0, seq_len, tile_begin, tile_end, scale_log2
+        q_MD,
+        KV,
+        block_table,
+        o_MD,
+        max_M,
+        sum_M,
+        request,
+        kv_head,
+        position0,
+        seq_len,
+        tile_begin,
+        tile_end,
+        scale_log2,
     ):
         k_ND = dialect.shared([block_n, head_dim], dtype)
         v_ND = dialect.shared([block_n, head_dim], dtype)
-        if within_page:
+        if whole_tiles:
             tail_ND = dialect.shared([block_n, head_dim], dtype)
         s_MN = dialect.fragment([block_m, block_n], ACCUM)
         p_MN = dialect.fragment([block_m, block_n], dtype)
@@ -119,11 +127,12 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         T.fill(o_MD, 0)
         T.fill(sum_M, 0)
         T.fill(max_M, SCORE_FLOOR)
-        # The pipelined loop copies whole tiles. The tile that holds the sequence's end is gathered, row by row, after it.
-        full_end = T.min(tile_end, T.max(seq_len // block_n, tile_begin)) if within_page else tile_end
+        # The pipelined loop copies whole tiles. The tile that holds the sequence's end is gathered, row by row, after
+        # it.
+        full_end = T.min(tile_end, T.max(seq_len // block_n, tile_begin)) if whole_tiles else tile_end
         for step in T.Pipelined(full_end - tile_begin, num_stages=stages):
             key0 = (tile_begin + step) * block_n
-            if within_page:
+            if whole_tiles:
                 copy_kv(KV, block_table, k_ND, request, kv_head, key0, 0)
             else:
                 gather_kv(KV, block_table, k_ND, request, kv_head, key0, seq_len, 0)
@@ -131,12 +140,12 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
             if key0 + block_n > T.min(position0 + 1, seq_len) if causal else key0 + block_n > seq_len:
                 mask(s_MN, key0, position0, seq_len)
             online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, scale_log2)
-            if within_page:
+            if whole_tiles:
                 copy_kv(KV, block_table, v_ND, request, kv_head, key0, head_dim)
             else:
                 gather_kv(KV, block_table, v_ND, request, kv_head, key0, seq_len, head_dim)
             T.gemm(p_MN, v_ND, o_MD, policy=FULL_ROW)
-        if within_page:
+        if whole_tiles:
             if tile_end > full_end:
                 gather_kv(KV, block_table, tail_ND, request, kv_head, full_end * block_n, seq_len, 0)
                 T.gemm(q_MD, tail_ND, s_MN, transpose_B=True, policy=FULL_ROW, clear_accum=True)

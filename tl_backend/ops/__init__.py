@@ -1,4 +1,4 @@
-"""Operations for users of the kernels, usable without vLLM. Importing this imports torch, and TileLang only at the first compile."""
+"""Operations for users of the kernels, usable without vLLM. TileLang is imported at the first compile, not before."""
 
 from tl_backend.ops.attention import paged_attention
 from tl_backend.ops.cache_write import paged_cache_write

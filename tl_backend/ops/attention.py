@@ -50,30 +50,31 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of varlen queries over a paged KV cache, with grouped kv heads.
 
-    Query token i of a request with n query tokens and s keys sits at position s - n + i (bottom-right alignment) and, with
-    ``causal``, attends to keys 0 ... s - n + i. Keys at or past s are never used, whatever their slots hold, and block-table
-    entries past ceil(s / block_size) are never read.
+    Query token i of a request with n query tokens and s keys sits at position s - n + i (bottom-right alignment) and,
+    with ``causal``, attends to keys 0 ... s - n + i. Keys at or past s are never used, whatever their slots hold, and
+    block-table entries past ceil(s / block_size) are never read.
 
-    With a plan the call neither syncs nor allocates (but for ``out``), and trusts its arguments: the tensors must be those
-    that the plan was made for, or others of the same shapes, dtypes and device. Without one it makes its own plan, for which
-    it copies ``cu_seqlens_q`` to the host, and checks everything.
+    With a plan the call neither syncs nor allocates (but for ``out``), and trusts its arguments: the tensors must be
+    those that the plan was made for, or others of the same shapes, dtypes and device. Without one it makes its own
+    plan, for which it copies ``cu_seqlens_q`` to the host, and checks everything.
 
     Args:
-        q: ``[T, H, D]``, float16 or bfloat16 on a GPU, float32 on a CPU. Rows may be strided (a view of a fused qkv buffer); on a
-            GPU every row and head must start at a multiple of 16 bytes.
-        kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, dtype of q, any strides but a dense last dimension. The first D of the
-            last dimension are the key, the others the value.
+        q: ``[T, H, D]``, float16 or bfloat16 on a GPU, float32 on a CPU. Rows may be strided (a view of a fused qkv
+            buffer); on a GPU every row and head must start at a multiple of 16 bytes.
+        kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, dtype of q, any strides but a dense last dimension. The first
+            D of the last dimension are the key, the others the value.
         block_table: int32 ``[R, max_blocks]``: blocks of each request, in order.
         cu_seqlens_q: int32 ``[R + 1]``: first query row of each request, and their end.
         seq_lens: int32 ``[R]``: keys of each request, its new tokens included.
         max_seqlen_q: longest query of the batch, or an upper bound.
         max_seqlen_k: longest sequence of the batch, or an upper bound.
-        out: ``[T, H, D]``, dtype of q; made if not given. Rows past ``cu_seqlens_q[-1]`` and rows without keys become zero.
+        out: ``[T, H, D]``, dtype of q; made if not given. Rows past ``cu_seqlens_q[-1]`` and rows without keys become
+            zero.
         softmax_scale: of the logits, positive; ``D ** -0.5`` if not given.
         causal: True or False. A tensor (one bool a request) is not supported yet.
         window, soft_cap, sinks, alibi_slopes, q_scale, k_scale, v_scale, out_scale, lse: not supported yet.
-        num_splits: a cap on the pieces that one decode request's keys are cut into; 1 for none. Not with a plan, which has
-            chosen already.
+        num_splits: a cap on the pieces that one decode request's keys are cut into; 1 for none. Not with a plan, which
+            has chosen already.
         plan: of this step, from ``plan_attention``.
 
     Returns:
@@ -158,8 +159,8 @@ def _refuse_what_is_not_there(causal: bool | torch.Tensor, features: dict[str, A
         raise UnsupportedError(describe("causal", value="a tensor", limit="one bool for the batch", remedy=remedy))
     for name, value in features.items():
         if value is not None:
-            value = list(value.shape) if isinstance(value, torch.Tensor) else value
-            raise UnsupportedError(describe(name, value=value, limit="no kernel has it yet", remedy=remedy))
+            shown = list(value.shape) if isinstance(value, torch.Tensor) else value
+            raise UnsupportedError(describe(name, value=shown, limit="no kernel has it yet", remedy=remedy))
 
 
 def _checked_problem(

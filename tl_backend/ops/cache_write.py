@@ -32,8 +32,8 @@ def paged_cache_write(
 ) -> None:
     """Write the keys and values of new tokens to their slots.
 
-    Slot s is row ``s % block_size`` of block ``s // block_size``. Slots of -1 (any negative) and slots past the cache are
-    skipped. Two tokens must not share a slot.
+    Slot s is row ``s % block_size`` of block ``s // block_size``. Slots of -1 (any negative) and slots past the cache
+    are skipped. Two tokens must not share a slot.
 
     Args:
         key: ``[>= n, HK, D]``, dtype of the cache; rows may be strided.
@@ -78,7 +78,7 @@ def paged_cache_write(
 
 def cache_write_kernel(problem: AttentionProblem, device: DeviceSpec) -> Kernel:
     """The compiled kernel of a ``cache_write_problem``."""
-    return KERNELS.get("cache_write", problem, default_cache_write_config(problem, device), device)
+    return KERNELS.get("cache_write", problem, default_cache_write_config(problem), device)
 
 
 def cache_write_problem(attention_problem: AttentionProblem) -> AttentionProblem:
@@ -87,7 +87,10 @@ def cache_write_problem(attention_problem: AttentionProblem) -> AttentionProblem
     Layers that differ in query heads or in masking share one kernel.
     """
     return _write_problem(
-        attention_problem.num_kv_heads, attention_problem.head_dim, attention_problem.kv_dtype, attention_problem.page_size
+        attention_problem.num_kv_heads,
+        attention_problem.head_dim,
+        attention_problem.kv_dtype,
+        attention_problem.page_size,
     )
 
 

@@ -1,6 +1,8 @@
-"""Checks of what callers pass in, and the strides that kernels take. Each failure is one message: value, limit, remedy."""
+"""Checks of what callers pass in, and the strides that kernels take. A failure is one message."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -12,6 +14,7 @@ VECTOR_BYTES = 16  # Global loads and stores of the kernels.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name that problems use: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -57,6 +60,7 @@ def check_index(name: str, tensor: torch.Tensor, dtype: torch.dtype, ndim: int, 
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """The tensor is where the KV cache is."""
     require(
         tensor.device == device,
         f"{name} device",
@@ -87,23 +91,27 @@ def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple
         InvalidInputError: the last dimension is not dense, or a stride or the address is not a multiple of 16 bytes.
     """
     unit = VECTOR_BYTES // tensor.element_size() if device.is_gpu else 1
-    require(
-        tensor.stride(-1) == 1,
-        f"{name} strides",
-        value=tensor.stride(),
-        limit="the last dimension must be dense",
-        remedy=f"Pass {name}.contiguous().",
-    )
-    strides, dense = [], tensor.shape[-1]
-    for extent, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        strides.append(dense if extent <= 1 else stride)
+    strides = _dense_where_free(tensor.shape, tensor.stride(), unit)
+    if strides is None or (unit > 1 and tensor.data_ptr() % VECTOR_BYTES):
+        raise InvalidInputError(
+            describe(
+                f"{name} strides",
+                value=f"{tensor.stride()} for shape {list(tensor.shape)}, address % {VECTOR_BYTES} = "
+                f"{tensor.data_ptr() % VECTOR_BYTES}",
+                limit=f"a dense last dimension, and rows at multiples of {unit * tensor.element_size()} bytes, are needed",
+                remedy=f"Pass {name}.contiguous(), or pad the rows of the buffer it is a view of.",
+            )
+        )
+    return strides
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense_where_free(shape: tuple[int, ...], stride: tuple[int, ...], unit: int) -> tuple[int, ...] | None:
+    """Strides but the last in units, dense where the extent is 1; None if the kernels cannot take them."""
+    strides, dense = [], shape[-1]
+    for extent, step in zip(reversed(shape[:-1]), reversed(stride[:-1]), strict=True):
+        strides.append(dense if extent <= 1 else step)
         dense *= max(extent, 1)
-    strides.reverse()
-    require(
-        all(stride % unit == 0 for stride in strides) and (not device.is_gpu or tensor.data_ptr() % VECTOR_BYTES == 0),
-        f"{name} alignment",
-        value=f"strides {tensor.stride()}, address % {VECTOR_BYTES} = {tensor.data_ptr() % VECTOR_BYTES}",
-        limit=f"rows must start at multiples of {VECTOR_BYTES} bytes",
-        remedy=f"Pass {name}.contiguous(), or pad the rows of the buffer it is a view of.",
-    )
-    return tuple(stride // unit for stride in strides)
+    if stride[-1] != 1 or any(step % unit for step in strides):
+        return None
+    return tuple(step // unit for step in reversed(strides))

@@ -13,6 +13,7 @@ from tl_backend.ops.compiled import KERNELS, Kernel
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
 
+
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan:
     """The decode part of a step: its leading requests, of at most one query token each.
@@ -42,6 +43,7 @@ def decode_kernels(problem: AttentionProblem, device: DeviceSpec, *, split: bool
 
 
 def decode_tile(problem: AttentionProblem, device: DeviceSpec) -> TileConfig:
+    """The tile that serves a problem."""
     return default_decode_tile(problem, device)
 
 

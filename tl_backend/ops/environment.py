@@ -50,7 +50,7 @@ def environment_problem(device: DeviceSpec) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    return tuple(int(part) for part in version.split("+", 1)[0].split(".")[:3] if part.isdigit())
 
 
 def _found(compiler: str, vendor: Vendor) -> bool:

@@ -18,8 +18,8 @@ from tl_backend.ops.decode import DecodePlan, decode_kernels, decode_tile
 from tl_backend.ops.prefill import PrefillPlan, prefill_kernel, work_list
 from tl_backend.problem import AttentionProblem
 
-# Host buffers of the work list that take turns. Each is guarded by an event, so that more steps in flight than this would
-# wait for the oldest copy and never overwrite it; asynchronous scheduling has two.
+# Host buffers of the work list that take turns. Each is guarded by an event, so that more steps in flight than this
+# would wait for the oldest copy and never overwrite it; asynchronous scheduling has two.
 NUM_HOST_BUFFERS = 4
 
 
@@ -159,9 +159,7 @@ def plan_attention(
     return AttentionPlan(problem=problem, num_rows=num_rows, decode=decode, prefill=prefill)
 
 
-def _plan_decode(
-    workspace: AttentionWorkspace, num_decodes: int, max_seqlen_k: int, cap: int | None
-) -> DecodePlan:
+def _plan_decode(workspace: AttentionWorkspace, num_decodes: int, max_seqlen_k: int, cap: int | None) -> DecodePlan:
     splits = decode_config.num_splits(num_decodes, workspace.lanes, max_seqlen_k, workspace.spec)
     splits = splits if cap is None else min(splits, max(cap, 1))
     kernel, combine = decode_kernels(workspace.problem, workspace.spec, split=splits > 1)

@@ -39,13 +39,16 @@ def prefill_kernel(problem: AttentionProblem, device: DeviceSpec) -> tuple[Kerne
 def work_list(
     query_lens: np.ndarray, first_request: int, tokens_per_tile: int, contexts: np.ndarray | None = None
 ) -> np.ndarray:
-    """Tiles of the requests from ``first_request`` on, those with most keys first: int32 ``[W, 2]`` (request, first token).
+    """Tiles of the requests from ``first_request`` on, those with most keys first.
 
     Starting with the longest keeps the last wave of blocks short.
 
     Args:
         query_lens: new tokens of each request, ``[R]``.
         contexts: tokens of each request that are cached already, or an upper bound. Orders the list, and no more.
+
+    Returns:
+        int32 ``[W, 2]`` of (request, first token).
     """
     tiles = -(-query_lens[first_request:] // tokens_per_tile)
     requests = np.repeat(np.arange(first_request, len(query_lens)), tiles)
@@ -67,7 +70,7 @@ def launch_prefill(
     softmax_scale: float,
     strides: tuple[int, ...],
 ) -> None:
-    """One launch. ``strides``: of q, kv_cache and out but their last, in kernel units, then block_table's row stride."""
+    """One launch. ``strides``: of q, kv_cache and out but their last, in kernel units, and of block_table's rows."""
     launches.record("prefill")
     plan.kernel(
         q.data_ptr(),

@@ -20,8 +20,8 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """Attention over a paged cache: gather each request's pages, then a dense softmax.
 
-    Args and result as ``tl_backend.ops.paged_attention``, but the result is float64 ``[T, H, D]`` on the inputs' device.
-    Rows past ``cu_seqlens_q[-1]`` and rows that see no key are zero.
+    Args and result as ``tl_backend.ops.paged_attention``, but the result is float64 ``[T, H, D]`` on the inputs'
+    device. Rows past ``cu_seqlens_q[-1]`` and rows that see no key are zero.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = kv_cache.shape[1], kv_cache.shape[2]
@@ -49,7 +49,7 @@ def paged_attention_reference(
 def paged_cache_write_reference(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Write ``key`` and ``value`` ``[n, HK, D]`` to their slots, one row at a time; slot -1 (any negative) is skipped."""
+    """Write ``key`` and ``value`` ``[n, HK, D]`` to their slots, row by row; negative slots are skipped."""
     page_size, head_dim = kv_cache.shape[2], key.shape[-1]
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
