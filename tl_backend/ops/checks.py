@@ -98,7 +98,7 @@ def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple
                 f"{name} strides",
                 value=f"{tensor.stride()} for shape {list(tensor.shape)}, address % {VECTOR_BYTES} = "
                 f"{tensor.data_ptr() % VECTOR_BYTES}",
-                limit=f"a dense last dimension, and rows at multiples of {unit * tensor.element_size()} bytes, are needed",
+                limit=f"a dense last dimension, and rows every {unit * tensor.element_size()} bytes, are needed",
                 remedy=f"Pass {name}.contiguous(), or pad the rows of the buffer it is a view of.",
             )
         )

@@ -1,0 +1,80 @@
+"""Paged decode on this GPU, beside FlashAttention-3 where its library is at hand. CUDA-graph replay.
+
+python -m benchmarks.decode --out benchmarks/results/decode_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import as_graph, ceilings, ratio, relative_rms, time_ms, write_results
+from benchmarks.workload import Batch, Workload, problem
+
+TOLERANCE = 4e-3  # relative RMS of bf16 attention against float64
+
+
+def workloads() -> list[Workload]:
+    """Small batches, which are split, and large ones, which read the cache at the rate of memory."""
+    return [
+        Workload(
+            name=f"batch {batch} x {context}",
+            problem=problem(32, 8, 128, page_size),
+            query_lens=(1,) * batch,
+            seq_lens=(context,) * batch,
+        )
+        for page_size in (16, 128)
+        for batch, context in ((1, 512), (1, 8192), (8, 2048), (8, 8192), (64, 2048), (64, 8192))
+    ]
+
+
+def measure(workload: Workload) -> dict[str, Any]:
+    """One row.
+
+    Raises:
+        SystemExit: the answer is wrong: a time would mean nothing.
+    """
+    batch = Batch(workload)
+    launch, out = batch.tilelang()
+    launch()
+    error = relative_rms(out, batch.reference())
+    if not error <= TOLERANCE:
+        raise SystemExit(f"{workload.name}, page {workload.problem.page_size}: error {error:.2e} > {TOLERANCE:.0e}")
+    launches = {"tilelang": as_graph(launch)}
+    if (peer := batch.flash_attention_3()) is not None:
+        launches["fa3"] = as_graph(peer[0])
+    times = time_ms(launches)
+    row: dict[str, Any] = {"name": workload.name, "page_size": workload.problem.page_size, "relative_rms": error}
+    for name, values in times.items():
+        row[f"{name}_us"] = statistics.median(values) * 1e3
+        row[f"{name}_tbps"] = workload.kv_bytes / row[f"{name}_us"] / 1e6
+    if peer is not None:
+        row["times_fa3"] = ratio(times["tilelang"], times["fa3"])
+    return row
+
+
+def main() -> None:
+    """Measure, print and write all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    out = parser.parse_args().out
+    ceiling, rows = ceilings(), []
+    print(f"copy {ceiling['copy_tbps']:.2f} TB/s")
+    for workload in workloads():
+        row = measure(workload)
+        rows.append(row)
+        peer = f"  {row['times_fa3']['median']:.2f} x FA3" if "times_fa3" in row else ""
+        share = row["tilelang_tbps"] / ceiling["copy_tbps"]
+        print(
+            f"{row['name']:18} page {row['page_size']:<4} {row['tilelang_us']:8.1f} us  "
+            f"{row['tilelang_tbps']:5.2f} TB/s  {share:5.0%} of copy{peer}",
+            flush=True,
+        )
+    if out is not None:
+        write_results(out, rows, ceiling)
+
+
+if __name__ == "__main__":
+    main()
