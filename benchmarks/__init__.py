@@ -1,1 +1,1 @@
-"""Scripts that produce every figure that the README quotes. They need a GPU; run ``python -m benchmarks.prefill --help``."""
+"""Scripts that produce every figure that the README quotes. They need a GPU."""

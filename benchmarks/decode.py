@@ -1,6 +1,5 @@
-"""Paged decode on this GPU, beside FlashAttention-3 where its library is at hand. CUDA-graph replay.
-
-python -m benchmarks.decode --out benchmarks/results/decode_h200.json
+"""Paged decode on this GPU, beside FlashAttention-3 where its library is at hand. CUDA-graph replay, cold L2.
+Run ``python -m benchmarks.decode --out benchmarks/results/decode_h200.json``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def measure(workload: Workload) -> dict[str, Any]:
     launches = {"tilelang": as_graph(launch)}
     if (peer := batch.flash_attention_3()) is not None:
         launches["fa3"] = as_graph(peer[0])
-    times = time_ms(launches)
+    times = time_ms(launches, cold=True)
     row: dict[str, Any] = {"name": workload.name, "page_size": workload.problem.page_size, "relative_rms": error}
     for name, values in times.items():
         row[f"{name}_us"] = statistics.median(values) * 1e3

@@ -1,12 +1,12 @@
 """Timing, ceilings and result files that the benchmarks share.
 
-A row's answer is checked before it is timed. Candidate and peer alternate in one process on the same tensors; what is quoted
-is the median of paired ratios with its 95% interval, since the clock of a card moves more between runs than within a pair.
+A row's answer is checked before it is timed. Candidate and peer alternate in one process on the same tensors; what is
+quoted is the median of paired ratios with its 95% interval, since a card's clock moves more between runs than in a pair.
 """
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import importlib.metadata
 import json
 import statistics
@@ -23,13 +23,16 @@ ROUNDS = 31
 WARMUP = 5
 
 
-def time_ms(launches: dict[str, Launch], *, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Milliseconds of each launch in each round, the launches taking turns."""
+def time_ms(launches: dict[str, Launch], *, rounds: int = ROUNDS, cold: bool = False) -> dict[str, list[float]]:
+    """Milliseconds of each launch in each round, the launches taking turns; ``cold`` empties the L2 cache before each."""
+    evict = torch.empty(256 << 20, dtype=torch.uint8, device="cuda") if cold else None  # Four times an H200's L2.
     for launch in list(launches.values()) * WARMUP:
         launch()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in launches}
     for _ in range(rounds):
         for name, launch in launches.items():
+            if evict is not None:
+                evict.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             launch()
@@ -59,7 +62,7 @@ def ratio(candidate: list[float], peer: list[float]) -> dict[str, float]:
 
 
 def ceilings() -> dict[str, float]:
-    """What this card reaches now: bf16 matmul (8192 cubed, random data) in TFLOP/s, device copy in TB/s, read plus written."""
+    """What this card reaches now: bf16 matmul (8192 cubed, random data) and device copy (bytes read plus written)."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul = statistics.median(time_ms({"matmul": lambda: a @ b})["matmul"])
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
@@ -82,7 +85,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "tilelang": importlib.metadata.version("tilelang"),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
     }
 
 

@@ -1,6 +1,5 @@
 """Paged prefill and extend on this GPU, beside FlashAttention-3 where its library is at hand.
-
-python -m benchmarks.prefill --out benchmarks/results/prefill_h200.json
+Run ``python -m benchmarks.prefill --out benchmarks/results/prefill_h200.json``.
 """
 
 from __future__ import annotations

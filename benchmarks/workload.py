@@ -109,7 +109,7 @@ class Batch:
         return launch, out
 
     def flash_attention_3(self) -> tuple[Launch, torch.Tensor] | None:
-        """vLLM's FA3 without scheduler metadata, and its output; None unless ``FA3_LIBRARY`` names its library."""
+        """FA3 as vLLM builds it, without scheduler metadata, and its output; None unless ``FA3_LIBRARY`` names its library."""
         library = os.environ.get("FA3_LIBRARY")
         if not library:
             return None
