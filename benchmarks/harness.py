@@ -1,7 +1,7 @@
 """Timing, ceilings and result files that the benchmarks share.
 
 A row's answer is checked before it is timed. Candidate and peer alternate in one process on the same tensors; what is
-quoted is the median of paired ratios with its 95% interval, since a card's clock moves more between runs than in a pair.
+quoted is the median of paired ratios with its 95% interval: a card's clock moves more between runs than in a pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARMUP = 5
 
 
 def time_ms(launches: dict[str, Launch], *, rounds: int = ROUNDS, cold: bool = False) -> dict[str, list[float]]:
-    """Milliseconds of each launch in each round, the launches taking turns; ``cold`` empties the L2 cache before each."""
+    """Milliseconds of each launch in each round, the launches taking turns; ``cold`` empties the L2 before each."""
     evict = torch.empty(256 << 20, dtype=torch.uint8, device="cuda") if cold else None  # Four times an H200's L2.
     for launch in list(launches.values()) * WARMUP:
         launch()

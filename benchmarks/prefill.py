@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ceilings, ratio, relative_rms, time_ms, write_results
-from benchmarks.workload import Batch, Workload, problem
+from benchmarks.workload import Batch, Workload, compile_all, problem
 
 TOLERANCE = 4e-3  # relative RMS of bf16 attention against float64
 VARLEN = (100, 2000, 513, 3000, 77, 1500)
@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     out = parser.parse_args().out
+    compile_all(workload.problem for workload in workloads())
     ceiling, rows = ceilings(), []
     print(f"matmul {ceiling['matmul_tflops']:.0f} TFLOP/s, copy {ceiling['copy_tbps']:.2f} TB/s")
     for workload in workloads():

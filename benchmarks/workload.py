@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.harness import Launch
+from tl_backend.device import DeviceSpec
 from tl_backend.ops import AttentionWorkspace, paged_attention, plan_attention
+from tl_backend.ops.prepare import fill_disk_cache, required_kernels
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
 
@@ -46,6 +49,22 @@ def problem(num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int) 
         out_dtype="bfloat16",
         page_size=page_size,
     )
+
+
+def compile_all(problems: Iterable[AttentionProblem]) -> None:
+    """Compile the kernels of all problems side by side.
+
+    Raises:
+        SystemExit: one does not compile.
+    """
+    spec = DeviceSpec.of(torch.device("cuda"))
+    keys = [key for p in dict.fromkeys(problems) for key in required_kernels(p, spec)]
+    errors = fill_disk_cache(
+        keys, on_progress=lambda done, total, kind: print(f"\rcompiled {done} of {total} kernels", end="")
+    )
+    print()
+    if errors:
+        raise SystemExit("\n".join(errors.values()))
 
 
 class Batch:
@@ -109,7 +128,7 @@ class Batch:
         return launch, out
 
     def flash_attention_3(self) -> tuple[Launch, torch.Tensor] | None:
-        """FA3 as vLLM builds it, without scheduler metadata, and its output; None unless ``FA3_LIBRARY`` names its library."""
+        """FA3 as vLLM builds it, without scheduler metadata, and its output; None unless FA3_LIBRARY names it."""
         library = os.environ.get("FA3_LIBRARY")
         if not library:
             return None

@@ -3,7 +3,8 @@
 from tl_backend.ops.attention import paged_attention
 from tl_backend.ops.cache_write import paged_cache_write
 from tl_backend.ops.checks import unsupported_reason
-from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention, prepare
+from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
+from tl_backend.ops.prepare import prepare
 
 __all__ = [
     "AttentionPlan",

@@ -16,7 +16,7 @@ from tl_backend.ops.checks import (
     kernel_strides,
     require,
 )
-from tl_backend.ops.compiled import KERNELS, Kernel
+from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
 
@@ -61,7 +61,7 @@ def paged_cache_write(
     problem = _checked_problem(key, value, kv_cache, slot_mapping, spec)
     if len(slot_mapping) == 0:
         return
-    kernel = cache_write_kernel(problem, spec)
+    kernel = KERNELS.get(cache_write_key(problem, spec))
     launches.record("cache_write")
     kernel(
         key.data_ptr(),
@@ -76,9 +76,9 @@ def paged_cache_write(
     )
 
 
-def cache_write_kernel(problem: AttentionProblem, device: DeviceSpec) -> Kernel:
-    """The compiled kernel of a ``cache_write_problem``."""
-    return KERNELS.get("cache_write", problem, default_cache_write_config(problem), device)
+def cache_write_key(problem: AttentionProblem, device: DeviceSpec) -> KernelKey:
+    """Of the kernel of a ``cache_write_problem``."""
+    return KernelKey("cache_write", problem, default_cache_write_config(problem), device)
 
 
 def cache_write_problem(attention_problem: AttentionProblem) -> AttentionProblem:

@@ -1,4 +1,4 @@
-"""Compiled kernels, one a (kind, problem, config, device), held in one place. Nothing is compiled twice.
+"""Compiled kernels, one a ``KernelKey``, held in one place. Nothing is compiled twice.
 
 TileLang is imported at the first compile, never before: an early import breaks AITER on ROCm.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, describe
@@ -20,12 +20,28 @@ Kernel = Callable[..., None]
 KINDS = ("prefill", "decode", "decode_combine", "cache_write")
 
 
+class KernelKey(NamedTuple):
+    """What a compiled kernel is held by.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        problem: what the kernel is compiled for.
+        config: the kind's config; hashable.
+        device: what it is compiled for.
+    """
+
+    kind: str
+    problem: AttentionProblem
+    config: Any
+    device: DeviceSpec
+
+
 class KernelCache:
-    """Maps (kind, problem, config, device) to a callable. Thread-safe; different kernels compile side by side."""
+    """Maps a key to a callable. Thread-safe; different kernels may compile side by side."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slots: dict[tuple[Any, ...], _Slot] = {}
+        self._slots: dict[KernelKey, _Slot] = {}
 
     @property
     def num_compiled(self) -> int:
@@ -33,19 +49,12 @@ class KernelCache:
         with self._lock:
             return sum(slot.kernel is not None for slot in self._slots.values())
 
-    def get(self, kind: str, problem: AttentionProblem, config: Any, device: DeviceSpec) -> Kernel:
+    def get(self, key: KernelKey) -> Kernel:
         """The kernel, compiled if this is the first request for it.
-
-        Args:
-            kind: one of ``KINDS``.
-            problem: what the kernel is compiled for.
-            config: the kind's config; hashable.
-            device: what it is compiled for.
 
         Raises:
             EnvironmentProblemError: TileLang or a compiler is missing, or the compiler failed.
         """
-        key = (kind, problem, config, device)
         slot = self._slots.get(key)
         if slot is None:
             with self._lock:
@@ -53,7 +62,7 @@ class KernelCache:
         if slot.kernel is None:
             with slot.lock:
                 if slot.kernel is None:
-                    slot.kernel = _compile(kind, problem, config, device)
+                    slot.kernel = _compile(key)
         return slot.kernel
 
 
@@ -68,7 +77,7 @@ class _Slot:
 KERNELS = KernelCache()
 
 
-def build_program(kind: str, problem: AttentionProblem, config: Any, device: DeviceSpec) -> Any:
+def build_program(key: KernelKey) -> Any:
     """Trace a kernel's TileLang program (a prim_func) for any device, present or absent. Imports TileLang."""
     from tl_backend.kernels.cache_write import cache_write
     from tl_backend.kernels.decode import decode, decode_combine
@@ -81,7 +90,7 @@ def build_program(kind: str, problem: AttentionProblem, config: Any, device: Dev
         "decode_combine": decode_combine,
         "cache_write": cache_write,
     }
-    return programs[kind](problem, config, Dialect(device))
+    return programs[key.kind](key.problem, key.config, Dialect(key.device))
 
 
 def pass_configs() -> dict[Any, Any]:
@@ -100,14 +109,15 @@ def pass_configs() -> dict[Any, Any]:
 _COMPILE_FLAGS = {"nvidia": ["-O3", "--use_fast_math", "-DNDEBUG"], "amd": ["-O3"], "cpu": ["-O3"]}
 
 
-def _compile(kind: str, problem: AttentionProblem, config: Any, device: DeviceSpec) -> Kernel:
+def _compile(key: KernelKey) -> Kernel:
+    device = key.device
     if (reason := environment_problem(device)) is not None:
         raise EnvironmentProblemError(reason)
     import tilelang
 
     # Its start and end lines for each kernel would bury vLLM's log; ``prepare`` reports progress.
     logging.getLogger("tilelang").setLevel(logging.WARNING)
-    program = build_program(kind, problem, config, device)
+    program = build_program(key)
     host = {"target_host": "c"} if device.vendor == "cpu" else {}
     try:
         kernel: Kernel = tilelang.compile(
@@ -121,9 +131,9 @@ def _compile(kind: str, problem: AttentionProblem, config: Any, device: DeviceSp
     except Exception as error:
         raise EnvironmentProblemError(
             describe(
-                f"compiling {kind} for {device.name}",
+                f"compiling {key.kind} for {device.name}",
                 value=f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300] if str(error) else ''}",
-                limit=f"{problem} with {config} must compile for {device.arch}",
+                limit=f"{key.problem} with {key.config} must compile for {device.arch}",
                 remedy="Report this with the message above; another attention backend serves meanwhile.",
             )
         ) from error

@@ -9,7 +9,7 @@ import torch
 from tl_backend.configs.decode import DecodeConfig, combine_threads, default_decode_tile
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
-from tl_backend.ops.compiled import KERNELS, Kernel
+from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
 
@@ -37,9 +37,15 @@ class DecodePlan:
 
 def decode_kernels(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -> tuple[Kernel, Kernel | None]:
     """The compiled kernel, and with ``split`` the combine."""
+    keys = decode_keys(problem, device, split=split)
+    return KERNELS.get(keys[0]), KERNELS.get(keys[1]) if split else None
+
+
+def decode_keys(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -> list[KernelKey]:
+    """Of the decode kernel and, with ``split``, of the combine."""
     config = DecodeConfig(tile=decode_tile(problem, device), split=split)
-    kernel = KERNELS.get("decode", problem, config, device)
-    return kernel, KERNELS.get("decode_combine", problem, combine_threads(problem), device) if split else None
+    keys = [KernelKey("decode", problem, config, device)]
+    return [*keys, KernelKey("decode_combine", problem, combine_threads(problem), device)] if split else keys
 
 
 def decode_tile(problem: AttentionProblem, device: DeviceSpec) -> TileConfig:

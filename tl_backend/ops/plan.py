@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,6 @@ from tl_backend.configs import decode as decode_config
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, describe
-from tl_backend.ops.cache_write import cache_write_kernel, cache_write_problem
 from tl_backend.ops.checks import check_supported
 from tl_backend.ops.decode import DecodePlan, decode_kernels, decode_tile
 from tl_backend.ops.prefill import PrefillPlan, prefill_kernel, work_list
@@ -171,35 +169,3 @@ def _plan_decode(workspace: AttentionWorkspace, num_decodes: int, max_seqlen_k: 
         partial_o=workspace.partial_o,
         partial_lse=workspace.partial_lse,
     )
-
-
-def prepare(
-    problem: AttentionProblem, device: torch.device, *, on_progress: Callable[[int, int, str], None] | None = None
-) -> list[str]:
-    """Compile every kernel that plans of a problem and its cache write can ask for.
-
-    Args:
-        on_progress: called with (done, total, name) before each kernel, and at the end with (total, total, "").
-
-    Returns:
-        The names of the kernels.
-
-    Raises:
-        UnsupportedError: the device does not serve the problem.
-        EnvironmentProblemError: TileLang or a compiler is missing, or compilation failed.
-    """
-    spec = DeviceSpec.of(device)
-    check_supported(problem, spec)
-    steps: dict[str, Callable[[], object]] = {
-        "prefill": lambda: prefill_kernel(problem, spec),
-        "decode": lambda: decode_kernels(problem, spec, split=False),
-        "split decode and combine": lambda: decode_kernels(problem, spec, split=True),
-        "cache write": lambda: cache_write_kernel(cache_write_problem(problem), spec),
-    }
-    for done, (name, compile_kernel) in enumerate(steps.items()):
-        if on_progress is not None:
-            on_progress(done, len(steps), name)
-        compile_kernel()
-    if on_progress is not None:
-        on_progress(len(steps), len(steps), "")
-    return list(steps)

@@ -10,7 +10,7 @@ import torch
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
-from tl_backend.ops.compiled import KERNELS, Kernel
+from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
 
@@ -32,8 +32,13 @@ class PrefillPlan:
 
 def prefill_kernel(problem: AttentionProblem, device: DeviceSpec) -> tuple[Kernel, TileConfig]:
     """The compiled kernel that serves a problem, and its config."""
-    config = default_prefill_config(problem, device)
-    return KERNELS.get("prefill", problem, config, device), config
+    key = prefill_key(problem, device)
+    return KERNELS.get(key), key.config
+
+
+def prefill_key(problem: AttentionProblem, device: DeviceSpec) -> KernelKey:
+    """Of the prefill kernel."""
+    return KernelKey("prefill", problem, default_prefill_config(problem, device), device)
 
 
 def work_list(

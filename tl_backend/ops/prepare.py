@@ -1,0 +1,92 @@
+"""Compile all that a problem can ask for, before it is asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from tl_backend.device import DeviceSpec
+from tl_backend.errors import TLBackendError
+from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
+from tl_backend.ops.checks import check_supported
+from tl_backend.ops.compiled import KERNELS, KernelKey
+from tl_backend.ops.decode import decode_keys
+from tl_backend.ops.prefill import prefill_key
+from tl_backend.problem import AttentionProblem
+
+Progress = Callable[[int, int, str], None]
+
+
+def required_kernels(problem: AttentionProblem, device: DeviceSpec) -> list[KernelKey]:
+    """Every kernel that plans of a problem and its cache write can ask for.
+
+    Raises:
+        UnsupportedError: the device does not serve the problem.
+    """
+    check_supported(problem, device)
+    return [
+        prefill_key(problem, device),
+        *decode_keys(problem, device, split=False),
+        *decode_keys(problem, device, split=True),
+        cache_write_key(cache_write_problem(problem), device),
+    ]
+
+
+def prepare(problem: AttentionProblem, device: torch.device, *, on_progress: Progress | None = None) -> list[str]:
+    """Compile the required kernels of a problem in this process, one after another.
+
+    Args:
+        on_progress: called with (done, total, kind) before each kernel, and at the end with (total, total, "").
+
+    Returns:
+        The kinds of the kernels.
+
+    Raises:
+        UnsupportedError: the device does not serve the problem.
+        EnvironmentProblemError: TileLang or a compiler is missing, or compilation failed.
+    """
+    keys = required_kernels(problem, DeviceSpec.of(device))
+    for done, key in enumerate(keys):
+        if on_progress is not None:
+            on_progress(done, len(keys), key.kind)
+        KERNELS.get(key)
+    if on_progress is not None:
+        on_progress(len(keys), len(keys), "")
+    return [key.kind for key in keys]
+
+
+def fill_disk_cache(
+    keys: Iterable[KernelKey], *, processes: int | None = None, on_progress: Progress | None = None
+) -> dict[KernelKey, str]:
+    """Compile kernels side by side in processes of their own, into TileLang's disk cache (``TILELANG_CACHE_DIR``).
+
+    This process compiles nothing: a later ``KERNELS.get`` loads from disk. TileLang's compiler is not safe in threads.
+
+    Args:
+        processes: default: one a core.
+        on_progress: called with (done, total, kind) after each kernel.
+
+    Returns:
+        The error of each kernel that did not compile.
+    """
+    keys = list(dict.fromkeys(keys))
+    errors = {}
+    with ProcessPoolExecutor(processes or os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for done, (key, error) in enumerate(zip(keys, pool.map(_compile_error, keys), strict=True), start=1):
+            if error is not None:
+                errors[key] = error
+            if on_progress is not None:
+                on_progress(done, len(keys), key.kind)
+    return errors
+
+
+def _compile_error(key: KernelKey) -> str | None:
+    try:
+        KERNELS.get(key)
+    except TLBackendError as error:
+        return str(error)
+    return None
