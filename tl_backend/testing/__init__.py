@@ -1,0 +1,1 @@
+"""What the demo and the tests share: generated checkpoints and a vLLM server on loopback."""
