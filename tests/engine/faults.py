@@ -1,0 +1,35 @@
+"""A vLLM plugin for tests only: plants a fault in the attention of the process that loads it.
+
+The comparison of tokens with vLLM's own backend proves something only if it fails on each of these. The file named by
+``ATTENTION_FAULT_FILE`` says which fault is on, and is read at every call, so that one engine shows all of them.
+"""
+
+import os
+from pathlib import Path
+
+
+def plant():
+    """Wrap the operations that the implementation and the builder call. Loaded once a process."""
+    from tl_backend import ops
+
+    attention, make_plan = ops.paged_attention, ops.plan_attention
+    file = Path(os.environ["ATTENTION_FAULT_FILE"])
+
+    def seen_lens(seq_lens):
+        """Off by one: each token sees the keys before it, but not its own."""
+        return (seq_lens - 1).clamp(min=0) if file.read_text() == "mask off by one" else seq_lens
+
+    def plan_attention(problem, cu_seqlens_q, seq_lens, **rest):
+        return make_plan(problem, cu_seqlens_q, seen_lens(seq_lens), **rest)
+
+    def paged_attention(q, kv_cache, block_table, cu_seqlens_q, seq_lens, *, softmax_scale, **rest):
+        fault = file.read_text()
+        if fault == "permuted q heads":
+            q = q.roll(1, dims=1)
+        if fault == "scale x 1.1":
+            softmax_scale *= 1.1
+        return attention(
+            q, kv_cache, block_table, cu_seqlens_q, seen_lens(seq_lens), softmax_scale=softmax_scale, **rest
+        )
+
+    ops.plan_attention, ops.paged_attention = plan_attention, paged_attention

@@ -1,0 +1,67 @@
+"""Launch counts and their file."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tl_backend.errors import InvalidInputError
+from tl_backend.telemetry import launches
+
+
+def test_record_counts_each_kernel():
+    before = launches.counts()
+    launches.record("decode")
+    launches.record("decode")
+    launches.record("prefill")
+    after = launches.counts()
+    assert after["decode"] - before.get("decode", 0) == 2
+    assert after["prefill"] - before.get("prefill", 0) == 1
+
+
+def test_nothing_is_written_unless_asked(monkeypatch):
+    monkeypatch.delenv("TL_BACKEND_LAUNCH_LOG_DIR", raising=False)
+    assert launches.start_snapshots() is None
+
+
+def test_a_malformed_variable_is_named(monkeypatch):
+    monkeypatch.setenv("TL_BACKEND_LAUNCH_LOGDIR", "launches")
+    with pytest.raises(InvalidInputError, match="TL_BACKEND_LAUNCH_LOGDIR"):
+        launches.start_snapshots()
+
+
+def run_child(code, folder):
+    env = os.environ | {"TL_BACKEND_LAUNCH_LOG_DIR": str(folder)}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+
+
+def test_the_snapshot_of_a_process_holds_its_counts_at_exit(tmp_path):
+    folder = tmp_path / "made" / "on demand"
+    child = run_child(
+        "import os, sys\n"
+        "from tl_backend.telemetry import launches\n"
+        "assert launches.start_snapshots() == launches.start_snapshots()\n"
+        "for _ in range(3): launches.record('prefill')\n"
+        "launches.record('cache_write')\n"
+        "assert not {'torch', 'tilelang', 'vllm'} & set(sys.modules)\n"
+        "print(os.getpid())",
+        folder,
+    )
+    (file,) = folder.iterdir()  # And no partial file.
+    snapshot = json.loads(file.read_text())
+    assert file.name == f"launches-{int(child.stdout)}.json"
+    assert snapshot["pid"] == int(child.stdout)
+    assert snapshot["kernels"] == {"prefill": 3, "cache_write": 1}
+    assert snapshot["time"] > 0
+
+
+def test_a_folder_that_cannot_be_written_costs_log_lines_only(tmp_path):
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    child = run_child(
+        "from tl_backend.telemetry import launches\nlaunches.start_snapshots()\nprint('alive')", occupied / "folder"
+    )
+    assert child.stdout == "alive\n"
+    assert "launch counts are not written" in child.stderr

@@ -1,0 +1,235 @@
+"""The builder: problems from the layers, everything compiled at construction, and a plan a step."""
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import envs
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from tl_backend import ops
+from tl_backend.errors import UnsupportedError
+from tl_backend.testing.checkpoint import write_llama
+from tl_backend.vllm_plugin import builder as builder_module
+from tl_backend.vllm_plugin.builder import TileLangMetadataBuilder
+from tl_backend.vllm_plugin.layer import LayerShape, refuse_run
+
+CPU = torch.device("cpu")
+PAGE = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("llama"), num_q_heads=4, num_kv_heads=2, head_dim=32)
+
+
+@pytest.fixture
+def config(model, register, monkeypatch):
+    """A whole vLLM config, as the engine makes it; it leaves its marks in os.environ."""
+    before = dict(os.environ)
+    monkeypatch.setenv("TL_BACKEND_CPU", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield EngineArgs(
+        model=str(model),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        block_size=PAGE,
+        enforce_eager=True,
+        attention_backend="tilelang",
+    ).create_engine_config()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def layers(config):
+    """Registers attention layers with the config, as a model does while it is built."""
+
+    def add(*shapes):
+        with set_current_vllm_config(config):
+            for heads, kv_heads, size in shapes:
+                name = f"model.layers.{len(config.compilation_config.static_forward_context)}.self_attn.attn"
+                Attention(heads, size, size**-0.5, kv_heads, cache_config=config.cache_config, prefix=name)
+        return list(config.compilation_config.static_forward_context)
+
+    return add
+
+
+def spec(**changes):
+    return FullAttentionSpec(
+        **{"block_size": PAGE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32} | changes
+    )
+
+
+def common(query_lens, seq_lens, **changes):
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    return CommonAttentionMetadata(
+        **{
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts,
+            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+            "num_reqs": len(query_lens),
+            "num_actual_tokens": sum(query_lens),
+            "max_query_len": max(query_lens),
+            "max_seq_len": max(seq_lens),
+            "block_table_tensor": torch.zeros(len(query_lens), 8, dtype=torch.int32),
+            "slot_mapping": torch.full((sum(query_lens),), -1),
+        }
+        | changes
+    )
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """The problems that were prepared, without compiling."""
+    seen = []
+
+    def prepare(problem, device, *, on_progress):
+        seen.append(problem)
+        on_progress(0, 1, "prefill")
+        on_progress(1, 1, "")
+        return ["prefill"]
+
+    monkeypatch.setattr(ops, "prepare", prepare)
+    return seen
+
+
+def test_one_problem_for_equal_layers(config, layers, prepared):
+    TileLangMetadataBuilder(spec(), layers((4, 2, 32), (4, 2, 32)), config, CPU)
+    (problem,) = prepared
+    assert (problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.page_size) == (4, 2, 32, PAGE)
+    assert problem.dtype == problem.kv_dtype == problem.out_dtype == "float32"
+    assert problem.causal
+
+
+def test_problems_come_from_the_layers_not_the_group(config, layers, prepared):
+    names = layers((4, 2, 32), (8, 2, 32))
+    builder = TileLangMetadataBuilder(spec(), names, config, CPU)
+    assert [p.num_q_heads for p in prepared] == [4, 8]
+    impls = [config.compilation_config.static_forward_context[name].impl for name in names]
+    plans = builder.build(0, common([1, 5], [9, 5])).plans
+    assert [plans[impl.shape].problem for impl in impls] == prepared
+
+
+def test_names_that_are_not_registered_take_the_specs_problem(config, prepared):
+    """VLLM's own backend tests pass "placeholder"."""
+    builder = TileLangMetadataBuilder(spec(num_kv_heads=2, head_size=64), ["placeholder"], config, CPU)
+    (problem,) = prepared
+    assert (problem.num_q_heads, problem.num_kv_heads, problem.head_dim) == (4, 2, 64)
+    assert list(builder.build(0, common([1], [3])).plans) == [LayerShape(4, 2, 64)]
+
+
+def test_everything_is_compiled_at_construction_with_a_progress_line(config, layers, monkeypatch):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    monkeypatch.setattr(builder_module.logger, "handlers", [handler])
+    builder = TileLangMetadataBuilder(spec(), layers((4, 2, 32)), config, CPU)
+    assert messages[0].startswith("TileLang kernels: 0 of ")
+    assert messages[-1].endswith("ready")
+    compiled = ops.compiled.KERNELS.num_compiled
+    assert compiled >= 4
+    for query_lens in ([1, 1], [1, 40], [64, 64]):
+        builder.build(0, common(query_lens, [64, 64]))
+    builder.build(0, common([1], [256]))  # One request with a long context: the split decode.
+    assert ops.compiled.KERNELS.num_compiled == compiled
+
+
+def test_build_passes_the_step_on(config, layers, prepared):
+    step = common([1, 1, 7], [5, 6, 7])
+    metadata = TileLangMetadataBuilder(spec(), layers((4, 2, 32)), config, CPU).build(0, step)
+    assert metadata.query_start_loc is step.query_start_loc
+    assert metadata.seq_lens is step.seq_lens
+    assert metadata.block_table is step.block_table_tensor
+    assert metadata.slot_mapping is step.slot_mapping
+    assert (metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len) == (9, 7, 7)
+    metadata.added_by_a_wrapper = True  # vLLM's wrappers do.
+
+
+def test_the_largest_step_of_the_scheduler_fits(config, layers, prepared):
+    builder = TileLangMetadataBuilder(spec(), layers((4, 2, 32)), config, CPU)
+    builder.build(0, common([1, 1, 1, 125], [256] * 4))
+
+
+@pytest.mark.parametrize("causal", [False, torch.tensor([True, True])], ids=["no", "by request"])
+def test_steps_that_are_not_causal_are_refused(config, layers, prepared, causal):
+    builder = TileLangMetadataBuilder(spec(), layers((4, 2, 32)), config, CPU)
+    with pytest.raises(UnsupportedError, match=r"causal: got .*; every request of a step must be causal\. Serve"):
+        builder.build(0, common([1, 3], [2, 3], causal=causal))
+
+
+@pytest.mark.parametrize(
+    ("kv_spec", "message"),
+    [
+        (spec(head_size_v=64), "value head size: got 64; it must equal the key head size, 32. Serve"),
+        (spec(dtype=torch.uint8), "KV-cache dtype: got uint8; it must equal the query dtype, float32. Pass"),
+        (spec(block_size=24), "page size: got 24; positive multiples of 16 are supported. Pass --block-size 16"),
+        (spec(sliding_window=64), "KV-cache spec's sliding_window: got 64; no kernel has it yet. Serve"),
+        (spec(attention_chunk_size=64), "KV-cache spec's attention_chunk_size: got 64; no kernel has it yet. Serve"),
+        (spec(non_causal=True), "KV-cache spec's non_causal: got True; no kernel has it yet. Serve"),
+        (
+            SlidingWindowSpec(block_size=PAGE, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64),
+            "KV-cache spec: got SlidingWindowSpec; only FullAttentionSpec is supported. Serve",
+        ),
+    ],
+    ids=lambda v: v.split(":")[0] if isinstance(v, str) else "",
+)
+def test_caches_that_no_kernel_serves_are_refused(config, prepared, kv_spec, message):
+    with pytest.raises(UnsupportedError) as caught:
+        TileLangMetadataBuilder(kv_spec, ["placeholder"], config, CPU)
+    assert str(caught.value).startswith(message)
+
+
+RUN_FEATURES = {
+    "attention_config.use_non_causal: got True; only False is supported. Serve": lambda c: setattr(
+        c.attention_config, "use_non_causal", True
+    ),
+    "bidirectional attention within images: got True; only False is supported. Serve": lambda c: setattr(
+        c.model_config, "is_mm_prefix_lm", True
+    ),
+    "reference sliding window: got 128; only None is supported. Serve": lambda c: setattr(
+        c.model_config, "rswa_window", 128
+    ),
+    "--kv-sharing-fast-prefill: got True; only False is supported. Leave it unset.": lambda c: setattr(
+        c.cache_config, "kv_sharing_fast_prefill", True
+    ),
+    "--decode-context-parallel-size: got 2; only 1 is supported. Leave it unset.": lambda c: setattr(
+        c.parallel_config, "decode_context_parallel_size", 2
+    ),
+    "--prefill-context-parallel-size: got 2; only 1 is supported. Leave it unset.": lambda c: setattr(
+        c.parallel_config, "prefill_context_parallel_size", 2
+    ),
+    "--kv-transfer-config: got True; only False is supported. Leave it unset.": lambda c: setattr(
+        c, "kv_transfer_config", SimpleNamespace(is_kv_transfer_instance=True)
+    ),
+    "adaptive verification: got True; only False is supported. Set": lambda c: setattr(
+        c, "speculative_config", SimpleNamespace(enable_adaptive_verification=True)
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "switch_on"), RUN_FEATURES.items(), ids=lambda v: str(v).split(":", maxsplit=1)[0])
+def test_features_of_the_run_are_refused_by_name(run_config, message, switch_on):
+    refuse_run(run_config)
+    switch_on(run_config)
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_run(run_config)
+    assert str(caught.value).startswith(message)
+
+
+def test_batch_invariance_is_refused(run_config, monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    with pytest.raises(UnsupportedError, match="VLLM_BATCH_INVARIANT: got True; only False is supported"):
+        refuse_run(run_config)
+
+
+def test_a_real_config_is_read_as_the_stand_in_is(config):
+    refuse_run(config)

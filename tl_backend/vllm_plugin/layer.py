@@ -1,0 +1,111 @@
+"""From vLLM's description of an attention layer to an ``AttentionProblem``, and what of it is refused, by name.
+
+On CUDA and ROCm vLLM's selector asks the Backend first. On the CPU nothing does, and no selector knows soft cap, ALiBi
+and value head sizes. So the Impl and the builder ask here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tl_backend.errors import UnsupportedError, describe
+from tl_backend.problem import PAGE_SIZE_STEP, AttentionProblem
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OTHER_BACKEND = "Serve this model with another attention backend."
+
+
+class LayerShape(NamedTuple):
+    """What tells the problems of a KV-cache group apart, and leads a layer to its plan. Hashed every call: a tuple."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name as ``AttentionProblem`` has it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def problem_of(
+    shape: LayerShape,
+    *,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
+    page_size: int = PAGE_SIZE_STEP,
+    head_dim_v: int | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    has_sinks: bool = False,
+    has_alibi: bool = False,
+) -> AttentionProblem:
+    """The problem of a decoder layer.
+
+    Args:
+        shape: heads and head size on this rank.
+        dtype: of the model's activations, which queries and output have.
+        kv_cache_dtype: as vLLM spells it; "auto" is ``dtype``.
+        page_size: tokens in a kernel block. The Impl does not know it yet and takes the smallest.
+        head_dim_v: default ``shape.head_dim``.
+        window, soft_cap, has_sinks, has_alibi: as ``AttentionProblem`` has them; a cap of 0 is vLLM's other "none".
+
+    Raises:
+        InvalidInputError, UnsupportedError: as ``AttentionProblem``.
+    """
+    name = dtype_name(dtype)
+    return AttentionProblem(
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim if head_dim_v is None else head_dim_v,
+        dtype=name,
+        kv_dtype=name if kv_cache_dtype == "auto" else kv_cache_dtype,
+        out_dtype=name,
+        page_size=page_size,
+        window=window,
+        soft_cap=soft_cap or None,
+        has_sinks=has_sinks,
+        has_alibi=has_alibi,
+    )
+
+
+def refuse(subject: str, value: object, limit: str, remedy: str = OTHER_BACKEND) -> None:
+    """Raise UnsupportedError in the house form."""
+    raise UnsupportedError(describe(subject, value=value, limit=limit, remedy=remedy))
+
+
+def refuse_run(config: VllmConfig) -> None:
+    """Refuse features of the whole run that no kernel has, or that nobody has seen work with this backend.
+
+    Raises:
+        UnsupportedError: the first one that is on.
+    """
+    from vllm import envs
+
+    model, parallel = config.model_config, config.parallel_config
+    transfer, speculative = config.kv_transfer_config, config.speculative_config
+    unset = "Leave it unset."
+    features: list[tuple[str, Any, Any, str]] = [  # subject, value, value that means "off", remedy
+        ("attention_config.use_non_causal", config.attention_config.use_non_causal, False, OTHER_BACKEND),
+        ("bidirectional attention within images", model.is_mm_prefix_lm, False, OTHER_BACKEND),
+        ("reference sliding window", model.rswa_window, None, OTHER_BACKEND),
+        ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill, False, unset),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size, 1, unset),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1, unset),
+        ("--kv-transfer-config", transfer is not None and transfer.is_kv_transfer_instance, False, unset),
+        ("VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, False, unset),
+        (
+            "adaptive verification",
+            speculative is not None and speculative.enable_adaptive_verification,
+            False,
+            "Set enable_adaptive_verification to false.",
+        ),
+    ]
+    for subject, value, off, remedy in features:
+        if value != off:
+            refuse(subject, value, f"only {off} is supported", remedy)
