@@ -1,4 +1,5 @@
 """Paged decode on this GPU, beside FlashAttention-3 where its library is at hand. CUDA-graph replay, cold L2.
+
 Run ``python -m benchmarks.decode --out benchmarks/results/decode_h200.json``.
 """
 
@@ -59,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     out = parser.parse_args().out
-    compile_all(workload.problem for workload in workloads())
+    compile_all((workload.problem for workload in workloads()), ("decode", "decode_combine"))
     ceiling, rows = ceilings(), []
     print(f"copy {ceiling['copy_tbps']:.2f} TB/s")
     for workload in workloads():

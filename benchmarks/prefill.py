@@ -1,4 +1,5 @@
 """Paged prefill and extend on this GPU, beside FlashAttention-3 where its library is at hand.
+
 Run ``python -m benchmarks.prefill --out benchmarks/results/prefill_h200.json``.
 """
 
@@ -81,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     out = parser.parse_args().out
-    compile_all(workload.problem for workload in workloads())
+    compile_all((workload.problem for workload in workloads()), ("prefill",))
     ceiling, rows = ceilings(), []
     print(f"matmul {ceiling['matmul_tflops']:.0f} TFLOP/s, copy {ceiling['copy_tbps']:.2f} TB/s")
     for workload in workloads():

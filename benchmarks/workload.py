@@ -11,6 +11,7 @@ import torch
 from benchmarks.harness import Launch
 from tl_backend.device import DeviceSpec
 from tl_backend.ops import AttentionWorkspace, paged_attention, plan_attention
+from tl_backend.ops.compiled import KINDS
 from tl_backend.ops.prepare import fill_disk_cache, required_kernels
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
@@ -51,17 +52,19 @@ def problem(num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int) 
     )
 
 
-def compile_all(problems: Iterable[AttentionProblem]) -> None:
-    """Compile the kernels of all problems side by side.
+def compile_all(problems: Iterable[AttentionProblem], kinds: tuple[str, ...] = KINDS) -> None:
+    """Compile the kernels of these kinds for all problems side by side, into the disk cache.
 
     Raises:
         SystemExit: one does not compile.
     """
     spec = DeviceSpec.of(torch.device("cuda"))
-    keys = [key for p in dict.fromkeys(problems) for key in required_kernels(p, spec)]
-    errors = fill_disk_cache(
-        keys, on_progress=lambda done, total, kind: print(f"\rcompiled {done} of {total} kernels", end="")
-    )
+    keys = [key for p in dict.fromkeys(problems) for key in required_kernels(p, spec) if key.kind in kinds]
+
+    def show(done: int, total: int, kind: str) -> None:
+        print(f"\rcompiled {done} of {total} kernels, last a {kind} ", end="", flush=True)
+
+    errors = fill_disk_cache(keys, on_progress=show)
     print()
     if errors:
         raise SystemExit("\n".join(errors.values()))

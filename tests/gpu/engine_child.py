@@ -18,8 +18,8 @@ def main(task: dict) -> dict:
     """``task``: model, backend, eager, and the faults to go through."""
     from vllm import LLM, SamplingParams
 
-    from tl_backend.telemetry import launches
     from tests.engine import faults
+    from tl_backend.telemetry import launches
 
     llm = LLM(
         task["model"],

@@ -42,6 +42,7 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
         num_requests: T.int32,
         num_splits: T.int32,
         num_rows: T.int32,
+        max_blocks: T.int32,
         softmax_scale: T.float32,
         q_stride_t: T.int64,
         q_stride_h: T.int64,
@@ -73,7 +74,8 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
             last_head = (kv_head + 1) * group - 1
             row = cu_seqlens_q[request]
             has_query = cu_seqlens_q[request + 1] > row
-            seq_len = T.if_then_else(has_query, seq_lens[request], 0)
+            # vLLM's dummy runs ask for longer sequences than their block table holds.
+            seq_len = T.if_then_else(has_query, T.min(seq_lens[request], max_blocks * problem.page_size), 0)
             num_tiles = T.ceildiv(seq_len, block_n)
             tiles_per_split = T.ceildiv(num_tiles, num_splits)
             # Variables, not expressions: TileLang inlines those into every index, and proving the divisions took it ten

@@ -38,6 +38,7 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
         work_ptr: T.ptr,
         num_work: T.int32,
         num_rows: T.int32,
+        max_blocks: T.int32,
         softmax_scale: T.float32,
         q_stride_t: T.int64,
         q_stride_h: T.int64,
@@ -69,7 +70,8 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
             token0 = work[2 * item + 1]
             row0 = cu_seqlens_q[request] + token0
             query_len = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
-            seq_len = seq_lens[request]
+            # vLLM's dummy runs ask for longer sequences than their block table holds.
+            seq_len = T.min(seq_lens[request], max_blocks * problem.page_size)
             position0 = seq_len - query_len + token0
             num_keys = T.min(seq_len, position0 + tokens) if causal else seq_len
             program.load_q(Q, q_MD, row0, first_head, T.min(row0 - token0 + query_len, num_rows) - 1, last_head)

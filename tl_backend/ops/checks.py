@@ -30,7 +30,10 @@ def unsupported_reason(problem: AttentionProblem, device: DeviceSpec) -> str | N
         return None
     remedy = "Pass --dtype float32." if device.vendor == "cpu" else "Pass --dtype bfloat16."
     return describe(
-        f"dtype on {device.name}", value=problem.dtype, limit=f"{' and '.join(device.dtypes)} run there", remedy=remedy
+        f"dtype on {device.name}",
+        value=problem.dtype,
+        limit=f"dtypes that run there: {', '.join(device.dtypes)}",
+        remedy=remedy,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, describe
 from tl_backend.ops.environment import environment_problem
+from tl_backend.ops.launcher import Launcher
 from tl_backend.problem import AttentionProblem
 
 Kernel = Callable[..., None]
@@ -120,7 +121,7 @@ def _compile(key: KernelKey) -> Kernel:
     program = build_program(key)
     host = {"target_host": "c"} if device.vendor == "cpu" else {}
     try:
-        kernel: Kernel = tilelang.compile(
+        kernel = tilelang.compile(
             program,
             target=device.target,
             execution_backend="cython",
@@ -137,4 +138,4 @@ def _compile(key: KernelKey) -> Kernel:
                 remedy="Report this with the message above; another attention backend serves meanwhile.",
             )
         ) from error
-    return kernel
+    return Launcher(kernel, program, on_gpu=device.is_gpu)

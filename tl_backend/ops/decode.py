@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from tl_backend.configs.decode import DecodeConfig, combine_threads, default_dec
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
-from tl_backend.problem import AttentionProblem
+from tl_backend.problem import PAGE_SIZE_STEP, AttentionProblem
 from tl_backend.telemetry import launches
 
 
@@ -45,7 +45,11 @@ def decode_keys(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -
     """Of the decode kernel and, with ``split``, of the combine."""
     config = DecodeConfig(tile=decode_tile(problem, device), split=split)
     keys = [KernelKey("decode", problem, config, device)]
-    return [*keys, KernelKey("decode_combine", problem, combine_threads(problem), device)] if split else keys
+    if split:
+        # Neither pages nor kv heads nor the mask matter to the combine: problems that differ in them share one.
+        merged = replace(problem, page_size=PAGE_SIZE_STEP, num_kv_heads=problem.num_q_heads, causal=True)
+        keys.append(KernelKey("decode_combine", merged, combine_threads(problem), device))
+    return keys
 
 
 def decode_tile(problem: AttentionProblem, device: DeviceSpec) -> TileConfig:
@@ -78,6 +82,7 @@ def launch_decode(
         plan.num_requests,
         plan.num_splits,
         q.shape[0],
+        block_table.shape[1],
         softmax_scale,
         *strides,
     )

@@ -14,14 +14,19 @@ from tl_backend.errors import describe
 MIN_TILELANG = (0, 1, 12)
 MIN_TILELANG_C = (0, 1, 15)  # The first whose reductions take local buffers, which the C target needs.
 
-_COMPILERS: dict[Vendor, str] = {"cpu": "g++", "nvidia": "nvcc", "amd": "hipcc"}
+# For the C target TileLang takes $CXX or $CC, else the first of these that it finds.
+_COMPILERS: dict[Vendor, tuple[str, ...]] = {
+    "cpu": ("g++", "clang++", "c++"),
+    "nvidia": ("nvcc",),
+    "amd": ("hipcc",),
+}
 _TOOLKITS: dict[Vendor, tuple[str, ...]] = {
     "cpu": (),
     "nvidia": (os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"),
     "amd": (os.environ.get("ROCM_PATH", ""), "/opt/rocm"),
 }
 _REMEDIES: dict[Vendor, str] = {
-    "cpu": "Install a C++ compiler (Debian: apt-get install g++).",
+    "cpu": "Install a C++ compiler (Debian: apt-get install g++), and point CXX at it or unset CXX and CC.",
     "nvidia": "Install the CUDA toolkit, or set CUDA_HOME to the folder that holds bin/nvcc.",
     "amd": "Install ROCm's HIP compiler, or set ROCM_PATH to the folder that holds bin/hipcc.",
 }
@@ -38,12 +43,15 @@ def environment_problem(device: DeviceSpec) -> str | None:
     version = importlib.metadata.version("tilelang")
     if _release(version) < wanted:
         return describe("TileLang", value=version, limit=limit, remedy=remedy)
-    compiler = _COMPILERS[device.vendor]
-    if not _found(compiler, device.vendor):
+    named = [os.environ[name] for name in ("CXX", "CC") if device.vendor == "cpu" and os.environ.get(name)]
+    compilers = named[:1] or list(
+        _COMPILERS[device.vendor]
+    )  # A named one is used, or fails: there is no second choice.
+    if not any(_found(compiler, device.vendor) for compiler in compilers):
         return describe(
             "compiler",
-            value=f"no {compiler}",
-            limit=f"TileLang needs {compiler} to compile for {device.arch}",
+            value=f"no {' or '.join(compilers)}",
+            limit=f"TileLang needs one to compile for target {device.arch}",
             remedy=_REMEDIES[device.vendor],
         )
     return None

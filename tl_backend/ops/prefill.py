@@ -87,6 +87,7 @@ def launch_prefill(
         plan.work.data_ptr(),
         plan.num_work,
         q.shape[0],
+        block_table.shape[1],
         softmax_scale,
         *strides,
     )
