@@ -38,7 +38,7 @@ ASKS_TORCH = {("device", "_of")}
 # Who imports vLLM, and who TileLang. One file runs vLLM's command line and has to import it.
 KNOWS_VLLM = {"vllm_plugin"}
 COMMAND = "vllm.entrypoints.cli.main"
-KNOWS_TILELANG = {"kernels", "ops"}
+KNOWS_TILELANG = {"kernels", "ops", "testing"}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Pure Python: no torch, no TileLang, no vLLM.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tl_backend.errors import InvalidInputError, UnsupportedError, describe
@@ -14,6 +15,7 @@ MIN_HEAD_DIM = 32
 MAX_HEAD_DIM = 256
 PAGE_SIZE_STEP = 16
 DTYPES = ("float16", "bfloat16", "float32")
+FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
 
 SUPPORTED_HEAD_DIMS = tuple(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 
@@ -30,14 +32,16 @@ class AttentionProblem:
         head_dim: elements of a query and key head, a multiple of 16 in 32..256.
         head_dim_v: elements of a value head; must equal ``head_dim``.
         dtype: of queries, "float16", "bfloat16" or "float32".
-        kv_dtype: of the cache; must equal ``dtype``.
+        kv_dtype: of the cache: ``dtype``, or an 8-bit float, whose scales are read on the device at each launch.
         out_dtype: of the output; must equal ``dtype``.
         page_size: tokens in a KV-cache block, a multiple of 16.
         causal: bottom-right aligned causal mask.
-        window: sliding window in keys, itself included. Reserved: refused until a kernel has it.
-        soft_cap: logits soft cap. Reserved.
-        has_sinks: one learned logit a head in the denominator. Reserved.
-        has_alibi: one slope a head. Reserved.
+        window: sliding window W: a causal query at position p attends to keys p - W + 1 ... p, a non-causal one to
+            p - W + 1 ... p + W - 1. None for all.
+        soft_cap: logits become ``cap * tanh(logits / cap)``, before any mask. None for none.
+        sinks_dtype: one learned logit of this dtype a head joins the softmax's denominator. None for none.
+        has_alibi: one slope a head times the distance of key and query joins the logits.
+        returns_lse: the log-sum-exp of each row is written, too; compiled apart, so that it costs the others nothing.
 
     Raises:
         InvalidInputError: a field is malformed.
@@ -55,21 +59,27 @@ class AttentionProblem:
     causal: bool = True
     window: int | None = None
     soft_cap: float | None = None
-    has_sinks: bool = False
+    sinks_dtype: str | None = None
     has_alibi: bool = False
+    returns_lse: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+        if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
             raise InvalidInputError(
                 describe(
                     "head counts",
                     value=f"{self.num_q_heads} q heads, {self.num_kv_heads} kv heads",
-                    limit="q heads must be a multiple of kv heads",
+                    limit="at least one of each, and q heads a multiple of kv heads",
                     remedy="Check the model's config, and that the tensor-parallel size divides both.",
                 )
             )
         for message in _refusals(self):
             raise UnsupportedError(message)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the cache holds 8-bit floats with a scale for keys and one for values."""
+        return self.kv_dtype in FLOAT8_DTYPES
 
     @property
     def group_size(self) -> int:
@@ -127,7 +137,7 @@ def _refusals(problem: AttentionProblem) -> list[str]:
         )
     for field in ("kv_dtype", "out_dtype"):
         value = getattr(problem, field)
-        if value != problem.dtype:
+        if value != problem.dtype and not (field == "kv_dtype" and problem.is_quantized):
             found.append(
                 describe(
                     {"kv_dtype": "KV-cache dtype", "out_dtype": "output dtype"}[field],
@@ -136,13 +146,17 @@ def _refusals(problem: AttentionProblem) -> list[str]:
                     remedy="Pass --kv-cache-dtype auto.",
                 )
             )
-    features = {
-        "sliding window": problem.window,
-        "logits soft cap": problem.soft_cap,
-        "attention sinks": problem.has_sinks or None,
-        "ALiBi": problem.has_alibi or None,
-    }
-    for feature, value in features.items():
-        if value is not None:
-            found.append(describe(feature, value=value, limit="no kernel has it yet", remedy=other))
+    if problem.window is not None and problem.window < 1:
+        found.append(
+            describe("sliding window", value=problem.window, limit="at least 1 key", remedy="Pass None for no window.")
+        )
+    if problem.soft_cap is not None and not 0 < problem.soft_cap < math.inf:
+        found.append(
+            describe(
+                "logits soft cap",
+                value=problem.soft_cap,
+                limit="it must be positive and finite",
+                remedy="Pass None for no cap.",
+            )
+        )
     return [message for message in found if message is not None]

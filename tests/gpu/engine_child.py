@@ -27,6 +27,7 @@ def main(task: dict) -> dict:
         dtype="bfloat16",
         enforce_eager=task["eager"],
         kv_cache_memory_bytes=2 << 30,
+        gpu_memory_utilization=0.05,  # Engines share the GPU; vLLM checks at start that so much of it is free.
         max_model_len=4096,
         max_num_batched_tokens=1024,  # The longer prompts are prefilled in chunks.
         max_num_seqs=16,

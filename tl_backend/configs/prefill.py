@@ -34,7 +34,8 @@ def _shapes(problem: AttentionProblem, device: DeviceSpec) -> tuple[tuple[int, i
     if device.vendor == "cpu":
         return ((32, 32, 1),)  # Small tiles stay in the L1 cache.
     if device.vendor == "amd":
-        return ((128, 64, 256), (64, 64, 256), (64, 32, 256))  # 256 threads are four waves.
+        # 256 threads are four waves. The last is for head size 256 in 64 KiB.
+        return ((128, 64, 256), (64, 64, 256), (64, 32, 256), (64, 16, 256))
     if device.arch != "sm_90":
         return ((128, 64, 128), (64, 64, 128), (64, 32, 128), (64, 16, 128))
     # Hopper, measured on an H200 (B1 32/8 S8192 bf16). Where whole tiles are copied, TileLang makes one warpgroup the
@@ -42,11 +43,13 @@ def _shapes(problem: AttentionProblem, device: DeviceSpec) -> tuple[tuple[int, i
     # size 128 the output takes the registers that 128 columns of scores would need.
     if problem.head_dim > 128:
         return ((128, 64, 256), (64, 64, 128), (64, 32, 128))
-    if problem.page_size % 128 == 0:
-        return ((192, 128, 384), (128, 128, 256))
-    # The gather of small pages synchronises a block at every tile: several small blocks overlap each other instead. Pages
-    # of 64 tokens get a tile that no page holds, since the gather of 128 keys beats the copy of 64 (409 against 307
-    # TFLOP/s).
+    if problem.page_size % 128 == 0 and not problem.is_quantized and problem.window is None:
+        # 384 threads gather the tail of 128 keys in whole vectors only at these head sizes; at others (80, 112)
+        # TileLang 0.1.12 lets the surplus threads write past their rows.
+        return ((192, 128, 384), (128, 128, 256)) if problem.head_dim in (32, 48, 64, 96, 128) else ((128, 128, 256),)
+    # The gather of small pages synchronises a block at every tile: several small blocks overlap each other instead.
+    # Pages of 64 tokens get a tile that no page holds, since the gather of 128 keys beats the copy of 64 (409 against
+    # 307 TFLOP/s).
     block_n = 128 if problem.page_size % 64 == 0 else 64
     return ((64, block_n, 128), (64, 32, 128))
 
@@ -56,4 +59,5 @@ def _num_stages(problem: AttentionProblem, block_n: int, device: DeviceSpec) -> 
         return 0
     # With one buffer the next tile's load starts as soon as its matmul has read it. A second pays where TMA fills it
     # and it costs no resident block: above head size 128.
-    return 2 if device.arch == "sm_90" and problem.head_dim > 128 and problem.page_size % block_n == 0 else 1
+    copied = problem.page_size % block_n == 0 and not problem.is_quantized and problem.window is None
+    return 2 if device.arch == "sm_90" and problem.head_dim > 128 and copied else 1

@@ -39,22 +39,31 @@ class TileConfig:
         return -(-problem.group_size // self.heads_per_tile)
 
     def copies_whole_tiles(self, problem: AttentionProblem) -> bool:
-        """Whether every KV tile lies in one page, so that one block copy (TMA, where there is TMA) fetches it."""
-        return problem.page_size % self.block_n == 0
+        """Whether one block copy (TMA, where there is TMA) fetches a KV tile: where every tile lies in one page.
 
-    def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes of dynamic shared memory: Q, the stages of K and V, and the tail where whole tiles are copied."""
-        tail = self.block_n if self.copies_whole_tiles(problem) else 0
-        rows = self.block_m + 2 * self.block_n * max(1, self.num_stages) + tail
-        return rows * problem.head_dim * ELEMENT_BYTES[problem.dtype]
+        Not where elements are converted on the way, nor where a tile may begin before the window, in slots that are
+        freed.
+        """
+        within_page = problem.page_size % self.block_n == 0
+        return within_page and not problem.is_quantized and problem.window is None
+
+    def shared_memory(self, problem: AttentionProblem, device: DeviceSpec) -> int:
+        """Bytes of shared memory: Q, the stages of K and V, and what TileLang adds.
+
+        The tail of whole tiles lies where K was. TileLang adds barriers where TMA copies, 16 bytes a stage each of K
+        and V, and on AMD 8 bytes a thread, through which rows are reduced.
+        """
+        stages = max(1, self.num_stages)
+        tiles = (self.block_m + 2 * self.block_n * stages) * problem.head_dim * ELEMENT_BYTES[problem.dtype]
+        if device.vendor == "amd":
+            return tiles + 8 * self.threads
+        return tiles + 2 * 16 * stages
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """Why this config cannot run, or None."""
-        if device.is_gpu and self.shared_memory(problem) > device.shared_memory_per_block:
-            return (
-                f"needs {self.shared_memory(problem)} bytes of shared memory; {device.arch} has "
-                f"{device.shared_memory_per_block}"
-            )
+        needed, limit = self.shared_memory(problem, device), device.shared_memory_per_block
+        if device.is_gpu and needed > limit:
+            return f"needs {needed} bytes of shared memory; {device.arch} has {limit}"
         if self.block_m % 16 or self.block_n % 16:
             return f"tile {self.block_m} x {self.block_n} is not a multiple of 16 x 16, the matrix instruction's shape"
         if not 1 <= self.heads_per_tile <= min(self.block_m, problem.group_size):

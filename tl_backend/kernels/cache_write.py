@@ -9,14 +9,21 @@ import tilelang.language as T
 
 from tl_backend.configs.cache_write import CacheWriteConfig
 from tl_backend.kernels.dialect import Dialect, vector
+from tl_backend.kernels.fp8 import FORMATS
 from tl_backend.kernels.tile import kv_shape
 from tl_backend.problem import AttentionProblem
 
 
 def cache_write(problem: AttentionProblem, config: CacheWriteConfig, dialect: Dialect) -> Any:
-    """The prim_func. Key and value ``[n, HK, D]``, slot_mapping int64 ``[n]``; a slot outside the cache is skipped."""
+    """The prim_func. Key and value ``[n, HK, D]``, slot_mapping int64 ``[n]``; a slot outside the cache is skipped.
+
+    An 8-bit cache holds elements divided by k_scale and v_scale, float32 ``[1]``.
+    """
     tokens, head_dim, num_kv_heads = config.tokens_per_block, problem.head_dim, problem.num_kv_heads
-    page_size, dtype = problem.page_size, problem.kv_dtype
+    page_size, dtype, float8 = problem.page_size, problem.dtype, FORMATS.get(problem.kv_dtype)
+
+    def stored(element, scale):
+        return element if float8 is None else float8.encode(T.cast(element, "float32") / scale[0])
 
     @T.prim_func
     def cache_write_kernel(
@@ -24,6 +31,8 @@ def cache_write(problem: AttentionProblem, config: CacheWriteConfig, dialect: Di
         value_ptr: T.ptr,
         kv_ptr: T.ptr,
         slot_mapping_ptr: T.ptr,
+        k_scale_ptr: T.ptr,
+        v_scale_ptr: T.ptr,
         num_tokens: T.int32,
         num_slots: T.int64,
         key_stride_t: T.int64,
@@ -36,14 +45,20 @@ def cache_write(problem: AttentionProblem, config: CacheWriteConfig, dialect: Di
     ):
         K = dialect.tensor(key_ptr, [num_kv_heads, head_dim], dtype, [key_stride_t, key_stride_h])
         V = dialect.tensor(value_ptr, [num_kv_heads, head_dim], dtype, [value_stride_t, value_stride_h])
-        KV = dialect.tensor(kv_ptr, kv_shape(problem), dtype, [kv_stride_b, kv_stride_h, kv_stride_s])
+        KV = dialect.tensor(
+            kv_ptr, kv_shape(problem), dialect.kv_element(problem.kv_dtype), [kv_stride_b, kv_stride_h, kv_stride_s]
+        )
         slot_mapping = vector(slot_mapping_ptr, "int64")
+        k_scale = vector(k_scale_ptr, "float32")
+        v_scale = vector(v_scale_ptr, "float32")
         with dialect.launch(T.ceildiv(num_tokens, tokens), config.threads) as block:
             for i, h, d in dialect.parallel(tokens, num_kv_heads, head_dim):
                 if block * tokens + i < num_tokens:
                     if slot_mapping[block * tokens + i] >= 0 and slot_mapping[block * tokens + i] < num_slots:
                         slot = slot_mapping[block * tokens + i]
-                        KV[slot // page_size, h, slot % page_size, d] = K[block * tokens + i, h, d]
-                        KV[slot // page_size, h, slot % page_size, head_dim + d] = V[block * tokens + i, h, d]
+                        key = K[block * tokens + i, h, d]
+                        value = V[block * tokens + i, h, d]
+                        KV[slot // page_size, h, slot % page_size, d] = stored(key, k_scale)
+                        KV[slot // page_size, h, slot % page_size, head_dim + d] = stored(value, v_scale)
 
     return cache_write_kernel

@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from tl_backend.configs.decode import DecodeConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
-from tl_backend.kernels.tile import ACCUM, LOG2E, kv_shape, tile_program
+from tl_backend.kernels.tile import ACCUM, LN2, LOG2E, kv_shape, tile_program
 from tl_backend.problem import AttentionProblem
 
 
@@ -28,12 +28,20 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
     dtype, head_dim, group = problem.dtype, problem.head_dim, problem.group_size
     num_heads, num_kv_heads, head_tiles = problem.num_q_heads, problem.num_kv_heads, tile.head_tiles(problem)
     lanes = num_kv_heads * head_tiles
+    quantized, kv_element = problem.is_quantized, dialect.kv_element(problem.kv_dtype)
+    has_sinks, sinks_dtype = problem.sinks_dtype is not None, problem.sinks_dtype or ACCUM
+    adds_sinks = has_sinks and not config.split  # With pieces, the combine adds them.
 
     @T.prim_func
     def decode_kernel(
         q_ptr: T.ptr,
         kv_ptr: T.ptr,
         o_ptr: T.ptr,
+        lse_ptr: T.ptr,
+        sinks_ptr: T.ptr,
+        slopes_ptr: T.ptr,
+        k_scale_ptr: T.ptr,
+        v_scale_ptr: T.ptr,
         block_table_ptr: T.ptr,
         cu_seqlens_q_ptr: T.ptr,
         seq_lens_ptr: T.ptr,
@@ -52,10 +60,17 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
         o_stride_t: T.int64,
         o_stride_h: T.int64,
         block_table_stride: T.int64,
+        lse_stride_h: T.int64,
     ):
         Q = dialect.tensor(q_ptr, [num_heads, head_dim], dtype, [q_stride_t, q_stride_h])
-        KV = dialect.tensor(kv_ptr, kv_shape(problem), dtype, [kv_stride_b, kv_stride_h, kv_stride_s])
+        KV = dialect.tensor(kv_ptr, kv_shape(problem), kv_element, [kv_stride_b, kv_stride_h, kv_stride_s])
         O = dialect.tensor(o_ptr, [num_heads, head_dim], dtype, [o_stride_t, o_stride_h])
+        # TileLang's wrapper wants a tensor for every pointer, used or not.
+        lse = rows(lse_ptr, ACCUM, lse_stride_h)
+        sinks = vector(sinks_ptr, sinks_dtype)
+        slopes = vector(slopes_ptr, ACCUM)
+        k_scale = vector(k_scale_ptr, ACCUM)
+        v_scale = vector(v_scale_ptr, ACCUM)
         block_table = rows(block_table_ptr, "int32", block_table_stride)
         cu_seqlens_q = vector(cu_seqlens_q_ptr, "int32")
         seq_lens = vector(seq_lens_ptr, "int32")
@@ -72,36 +87,51 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
             kv_head = lane // head_tiles
             first_head = kv_head * group + lane % head_tiles * heads
             last_head = (kv_head + 1) * group - 1
+            # Variables: TileLang 0.1.12 rewrites a guard on the expressions, and gets 71 heads in two tiles wrong.
+            heads_here = T.alloc_var("int32")
+            heads_here = T.min(last_head - first_head + 1, heads)
             row = cu_seqlens_q[request]
             has_query = cu_seqlens_q[request + 1] > row
             # vLLM's dummy runs ask for longer sequences than their block table holds.
             seq_len = T.if_then_else(has_query, T.min(seq_lens[request], max_blocks * problem.page_size), 0)
+            first_tile = T.alloc_var("int32")
+            first_tile = program.first_tile(seq_len - 1)
             num_tiles = T.ceildiv(seq_len, block_n)
-            tiles_per_split = T.ceildiv(num_tiles, num_splits)
+            tiles_per_split = T.ceildiv(num_tiles - first_tile, num_splits)
             # Variables, not expressions: TileLang inlines those into every index, and proving the divisions took it ten
             # times as long as all the rest.
             tile_begin = T.alloc_var("int32")
             tile_end = T.alloc_var("int32")
-            tile_begin = T.min(split * tiles_per_split, num_tiles)
+            tile_begin = T.min(first_tile + split * tiles_per_split, num_tiles)
             tile_end = T.min(tile_begin + tiles_per_split, num_tiles)
+            # Keys are stored divided by their scale: it joins the logits' one.
+            scale = T.alloc_var(ACCUM)
+            scale = softmax_scale * k_scale[0] if quantized else softmax_scale
+            slope_M = dialect.fragment([block_m], ACCUM)
+            if problem.has_alibi:
+                program.load_heads(slopes, slope_M, first_head, last_head)
             program.load_q(Q, q_MD, row, first_head, T.min(row, num_rows - 1), last_head)
             program.attend(
                 q_MD, KV, block_table, o_MD, max_M, sum_M, request, kv_head, seq_len - 1, seq_len,
-                tile_begin, tile_end, softmax_scale * LOG2E,
+                tile_begin, tile_end, slope_M, scale,
             )  # fmt: skip
-            program.normalise(o_MD, sum_M)
+            if adds_sinks:
+                program.add_sinks(sinks, o_MD, max_M, sum_M, first_head, last_head, scale)
+            program.normalise(o_MD, sum_M, v_scale[0] if quantized else 1.0)
             for i, d in dialect.parallel(block_m, head_dim):
-                if has_query and i < heads and first_head + i <= last_head:
+                if has_query and i < heads_here:
                     if config.split:
                         partial_o[(request * num_splits + split) * num_heads + first_head + i, d] = o_MD[i, d]
                     else:
                         O[row, first_head + i, d] = T.cast(o_MD[i, d], dtype)
-            if config.split:
-                for i in dialect.parallel(block_m):
-                    if has_query and i < heads and first_head + i <= last_head:
-                        partial_lse[(request * num_splits + split) * num_heads + first_head + i] = T.if_then_else(
-                            sum_M[i] > 0, max_M[i] * (softmax_scale * LOG2E) + T.log2(sum_M[i]), -T.infinity(ACCUM)
+            for i in dialect.parallel(block_m):
+                if has_query and i < heads_here:
+                    if config.split:
+                        partial_lse[(request * num_splits + split) * num_heads + first_head + i] = program.log_sum_exp(
+                            max_M[i], sum_M[i], scale
                         )
+                    elif problem.returns_lse:
+                        lse[first_head + i, row] = LN2 * program.log_sum_exp(max_M[i], sum_M[i], scale)
 
     return decode_kernel
 
@@ -109,10 +139,13 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
 def decode_combine(problem: AttentionProblem, threads: int, dialect: Dialect) -> Any:
     """The prim_func that merges the pieces of every request: one block a request and query head."""
     head_dim, num_heads, dtype = problem.head_dim, problem.num_q_heads, problem.dtype
+    has_sinks, sinks_dtype = problem.sinks_dtype is not None, problem.sinks_dtype or ACCUM
 
     @T.prim_func
     def decode_combine_kernel(
         o_ptr: T.ptr,
+        lse_ptr: T.ptr,
+        sinks_ptr: T.ptr,
         cu_seqlens_q_ptr: T.ptr,
         partial_o_ptr: T.ptr,
         partial_lse_ptr: T.ptr,
@@ -120,8 +153,11 @@ def decode_combine(problem: AttentionProblem, threads: int, dialect: Dialect) ->
         num_splits: T.int32,
         o_stride_t: T.int64,
         o_stride_h: T.int64,
+        lse_stride_h: T.int64,
     ):
         O = dialect.tensor(o_ptr, [num_heads, head_dim], dtype, [o_stride_t, o_stride_h])
+        lse = rows(lse_ptr, ACCUM, lse_stride_h)
+        sinks = vector(sinks_ptr, sinks_dtype)
         cu_seqlens_q = vector(cu_seqlens_q_ptr, "int32")
         partial_o = rows(partial_o_ptr, ACCUM, T.int64(head_dim))
         partial_lse = vector(partial_lse_ptr, ACCUM)
@@ -133,19 +169,26 @@ def decode_combine(problem: AttentionProblem, threads: int, dialect: Dialect) ->
             head = block % num_heads
             row = cu_seqlens_q[request]
             if cu_seqlens_q[request + 1] > row:
-                highest[0] = -T.infinity(ACCUM)
-                total[0] = 0
+                # The sink joins here, once, whatever the pieces.
+                highest[0] = T.cast(sinks[head], ACCUM) * LOG2E if has_sinks else -T.infinity(ACCUM)
                 T.fill(o_D, 0)
                 for split in T.serial(num_splits):
                     highest[0] = T.max(highest[0], partial_lse[(request * num_splits + split) * num_heads + head])
+                total[0] = T.exp2(T.cast(sinks[head], ACCUM) * LOG2E - highest[0]) if has_sinks else 0
                 # A piece without keys has log-sum-exp -inf: its weight is 0. With no key at all the sum stays 0.
-                if highest[0] > -T.infinity(ACCUM):
-                    for split in T.serial(num_splits):
-                        weight = T.exp2(partial_lse[(request * num_splits + split) * num_heads + head] - highest[0])
-                        total[0] = total[0] + weight
-                        for d in dialect.parallel(head_dim):
-                            o_D[d] = o_D[d] + weight * partial_o[(request * num_splits + split) * num_heads + head, d]
+                for split in T.serial(num_splits):
+                    piece = (request * num_splits + split) * num_heads + head
+                    weight = T.if_then_else(
+                        partial_lse[piece] == -T.infinity(ACCUM), 0.0, T.exp2(partial_lse[piece] - highest[0])
+                    )
+                    total[0] = total[0] + weight
+                    for d in dialect.parallel(head_dim):
+                        o_D[d] = o_D[d] + weight * partial_o[piece, d]
                 for d in dialect.parallel(head_dim):
-                    O[row, head, d] = T.cast(T.if_then_else(total[0] > 0, o_D[d] / total[0], 0), dtype)
+                    O[row, head, d] = T.cast(T.if_then_else(total[0] == 0, 0, o_D[d] / total[0]), dtype)
+                if problem.returns_lse:
+                    lse[head, row] = T.if_then_else(
+                        total[0] == 0, -T.infinity(ACCUM), LN2 * (highest[0] + T.log2(total[0]))
+                    )
 
     return decode_combine_kernel

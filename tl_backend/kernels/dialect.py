@@ -13,6 +13,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_backend.device import DeviceSpec
+from tl_backend.kernels.fp8 import FORMATS
 
 # Elements that strides of global tensors are counted in on a GPU: 8 elements of 16 bits are the 16 bytes of one vector
 # access. A stride passed in these units is provably aligned, so that TileLang emits 16-byte loads and cp.async.
@@ -44,6 +45,10 @@ class Dialect:
 
     def parallel(self, *extents: int) -> Any:
         return T.Parallel(*extents) if self.device.is_gpu else T.grid(*extents)
+
+    def kv_element(self, kv_dtype: str) -> str:
+        """What a cache of ``kv_dtype`` is read and written as: 8-bit floats as their bits."""
+        return "uint8" if kv_dtype in FORMATS else kv_dtype
 
     def tensor(self, pointer: Any, shape: list[int], dtype: str, strides: list[Any]) -> Any:
         """A global tensor at ``pointer`` whose first extent only the caller knows; ``shape`` holds the others.

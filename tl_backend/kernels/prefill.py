@@ -9,7 +9,7 @@ import tilelang.language as T
 
 from tl_backend.configs.tile import TileConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
-from tl_backend.kernels.tile import ACCUM, LOG2E, kv_shape, tile_program
+from tl_backend.kernels.tile import ACCUM, LN2, kv_shape, tile_program
 from tl_backend.problem import AttentionProblem
 
 
@@ -18,20 +18,27 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
 
     Q ``[T, H, D]``, KV ``[num_blocks, HK, page, 2 * D]``, O ``[T, H, D]``, block_table int32 ``[R, max_blocks]``,
     cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 2]`` of (request, first token), longest
-    first.
+    first. Where the problem has them: lse float32 ``[H, T]`` (natural log), sinks and ALiBi slopes float32 ``[H]``.
     """
     program = tile_program(problem, config, dialect)
     block_m, heads, tokens = config.block_m, config.heads_per_tile, config.tokens_per_tile
-    block_n, causal, dtype, head_dim = config.block_n, problem.causal, problem.dtype, problem.head_dim
+    block_n, dtype, head_dim = config.block_n, problem.dtype, problem.head_dim
     group, num_heads, num_kv_heads = problem.group_size, problem.num_q_heads, problem.num_kv_heads
     head_tiles = config.head_tiles(problem)
     lanes = num_kv_heads * head_tiles
+    quantized, kv_element = problem.is_quantized, dialect.kv_element(problem.kv_dtype)
+    has_sinks, sinks_dtype = problem.sinks_dtype is not None, problem.sinks_dtype or ACCUM
 
     @T.prim_func
     def prefill_kernel(
         q_ptr: T.ptr,
         kv_ptr: T.ptr,
         o_ptr: T.ptr,
+        lse_ptr: T.ptr,
+        sinks_ptr: T.ptr,
+        slopes_ptr: T.ptr,
+        k_scale_ptr: T.ptr,
+        v_scale_ptr: T.ptr,
         block_table_ptr: T.ptr,
         cu_seqlens_q_ptr: T.ptr,
         seq_lens_ptr: T.ptr,
@@ -48,10 +55,17 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
         o_stride_t: T.int64,
         o_stride_h: T.int64,
         block_table_stride: T.int64,
+        lse_stride_h: T.int64,
     ):
         Q = dialect.tensor(q_ptr, [num_heads, head_dim], dtype, [q_stride_t, q_stride_h])
-        KV = dialect.tensor(kv_ptr, kv_shape(problem), dtype, [kv_stride_b, kv_stride_h, kv_stride_s])
+        KV = dialect.tensor(kv_ptr, kv_shape(problem), kv_element, [kv_stride_b, kv_stride_h, kv_stride_s])
         O = dialect.tensor(o_ptr, [num_heads, head_dim], dtype, [o_stride_t, o_stride_h])
+        # TileLang's wrapper wants a tensor for every pointer, used or not.
+        lse = rows(lse_ptr, ACCUM, lse_stride_h)
+        sinks = vector(sinks_ptr, sinks_dtype)
+        slopes = vector(slopes_ptr, ACCUM)
+        k_scale = vector(k_scale_ptr, ACCUM)
+        v_scale = vector(v_scale_ptr, ACCUM)
         block_table = rows(block_table_ptr, "int32", block_table_stride)
         cu_seqlens_q = vector(cu_seqlens_q_ptr, "int32")
         seq_lens = vector(seq_lens_ptr, "int32")
@@ -73,17 +87,36 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
             # vLLM's dummy runs ask for longer sequences than their block table holds.
             seq_len = T.min(seq_lens[request], max_blocks * problem.page_size)
             position0 = seq_len - query_len + token0
-            num_keys = T.min(seq_len, position0 + tokens) if causal else seq_len
+            # Variables: TileLang 0.1.12 rewrites a guard on the expressions, and gets 71 heads in two tiles wrong.
+            heads_here = T.alloc_var("int32")
+            heads_here = T.min(last_head - first_head + 1, heads)
+            tokens_here = T.alloc_var("int32")
+            tokens_here = T.min(query_len - token0, tokens)
+            # Keys are stored divided by their scale: it joins the logits' one.
+            scale = T.alloc_var(ACCUM)
+            scale = softmax_scale * k_scale[0] if quantized else softmax_scale
+            slope_M = dialect.fragment([block_m], ACCUM)
+            if problem.has_alibi:
+                program.load_heads(slopes, slope_M, first_head, last_head)
             program.load_q(Q, q_MD, row0, first_head, T.min(row0 - token0 + query_len, num_rows) - 1, last_head)
             program.attend(
                 q_MD, KV, block_table, o_MD, max_M, sum_M, request, kv_head, position0, seq_len,
-                0, T.ceildiv(T.max(num_keys, 0), block_n), softmax_scale * LOG2E,
+                program.first_tile(position0), T.ceildiv(program.end_key(position0, seq_len), block_n),
+                slope_M, scale,
             )  # fmt: skip
-            program.normalise(o_MD, sum_M)
+            if has_sinks:
+                program.add_sinks(sinks, o_MD, max_M, sum_M, first_head, last_head, scale)
+            if problem.returns_lse:
+                for i in dialect.parallel(block_m):
+                    if i // heads < tokens_here and i % heads < heads_here:
+                        lse[first_head + i % heads, row0 + i // heads] = LN2 * program.log_sum_exp(
+                            max_M[i], sum_M[i], scale
+                        )
+            program.normalise(o_MD, sum_M, v_scale[0] if quantized else 1.0)
             # Through shared memory, so that the store is of whole vectors.
             T.copy(o_MD, q_MD)
             for i, d in dialect.parallel(block_m, head_dim):
-                if i < tokens * heads and token0 + i // heads < query_len and first_head + i % heads <= last_head:
+                if i // heads < tokens_here and i % heads < heads_here:
                     O[row0 + i // heads, first_head + i % heads, d] = q_MD[i, d]
 
     return prefill_kernel

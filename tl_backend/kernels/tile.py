@@ -14,10 +14,12 @@ import tilelang.language as T
 
 from tl_backend.configs.tile import TileConfig
 from tl_backend.kernels.dialect import Dialect
+from tl_backend.kernels.fp8 import FORMATS
 from tl_backend.problem import AttentionProblem
 
 ACCUM = "float32"
 LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
 # The running maximum starts here and not at -inf: a row that sees no key in its first tiles would compute inf - inf.
 SCORE_FLOOR = -1e30
 FULL_ROW = T.GemmWarpPolicy.FullRow
@@ -29,7 +31,13 @@ class TileProgram:
 
     attend: Any
     load_q: Any
+    load_heads: Any
+    add_sinks: Any
     normalise: Any
+    log_sum_exp: Any
+    first_tile: Any
+    end_key: Any
+    scores_are_logits: bool
 
 
 def kv_shape(problem: AttentionProblem) -> list[int]:
@@ -42,6 +50,8 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
     block_m, block_n, heads = config.block_m, config.block_n, config.heads_per_tile
     head_dim, page_size, causal, dtype = problem.head_dim, problem.page_size, problem.causal, problem.dtype
     parallel, stages = dialect.parallel, config.num_stages
+    window, soft_cap, float8 = problem.window, problem.soft_cap, FORMATS.get(problem.kv_dtype)
+    scores_are_logits = soft_cap is not None or problem.has_alibi
     whole_tiles = config.copies_whole_tiles(problem)
 
     @T.macro
@@ -62,27 +72,90 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
             tile_ND,
         )
 
+    def visible(key, position0, seq_len):
+        """The key, or the nearest that some query from ``position0`` on may attend to."""
+        key = T.min(key, seq_len - 1)
+        return key if window is None else T.max(key, T.max(position0 - (window - 1), 0))
+
     @T.macro
-    def gather_kv(KV, block_table, tile_ND, request, kv_head, key0, seq_len, column):
-        # Rows past the sequence's end repeat its last key: no block-table entry past the end is read, and no unwritten
-        # slot, which may hold NaN.
+    def gather_kv(KV, block_table, tile_ND, request, kv_head, key0, position0, seq_len, column):
+        # Rows past the sequence's end repeat its last key, and rows before the window its first one: no block-table
+        # entry past the end is read, and no slot that is not written yet, or freed and used by another, which may hold
+        # NaN.
         for j, d in parallel(block_n, head_dim):
-            tile_ND[j, d] = KV[
-                block_table[request, T.min(key0 + j, seq_len - 1) // page_size],
+            stored = KV[
+                block_table[request, visible(key0 + j, position0, seq_len) // page_size],
                 kv_head,
-                T.min(key0 + j, seq_len - 1) % page_size,
+                visible(key0 + j, position0, seq_len) % page_size,
                 column + d,
             ]
+            tile_ND[j, d] = stored if float8 is None else T.cast(float8.decode(stored), dtype)
+
+    def to_log2(softmax_scale):
+        """What turns a score into the exponent of 2."""
+        return LOG2E if scores_are_logits else softmax_scale * LOG2E
+
+    @T.macro
+    def load_heads(values, values_M, first_head, last_head):
+        for i in parallel(block_m):
+            values_M[i] = T.cast(values[T.min(first_head + i % heads, last_head)], ACCUM)
+
+    def last_key(position, seq_len):
+        """The last key that a query at ``position`` attends to."""
+        if causal:
+            return T.min(position, seq_len - 1)
+        return seq_len - 1 if window is None else T.min(position + (window - 1), seq_len - 1)
+
+    def first_tile(position0):
+        """The first KV tile that a tile of queries from ``position0`` on reads."""
+        return 0 if window is None else T.max(position0 - (window - 1), 0) // block_n
+
+    def end_key(position0, seq_len):
+        """One past the last key that a tile of queries from ``position0`` on reads."""
+        return T.max(last_key(position0 + (config.tokens_per_tile - 1), seq_len) + 1, 0)
+
+    def needs_mask(key0, position0, seq_len):
+        """Whether some query of the tile does not attend to some key of the KV tile at ``key0``."""
+        cut_above = key0 + (block_n - 1) > last_key(position0, seq_len)
+        if window is None:
+            return cut_above
+        return T.Or(cut_above, key0 < position0 + (config.tokens_per_tile - window))
 
     @T.macro
     def mask(s_MN, key0, position0, seq_len):
         for i, j in parallel(block_m, block_n):
-            if causal:
+            if window is None:
                 s_MN[i, j] = T.if_then_else(
-                    key0 + j <= T.min(position0 + i // heads, seq_len - 1), s_MN[i, j], -T.infinity(ACCUM)
+                    key0 + j <= last_key(position0 + i // heads, seq_len), s_MN[i, j], -T.infinity(ACCUM)
                 )
             else:
-                s_MN[i, j] = T.if_then_else(key0 + j < seq_len, s_MN[i, j], -T.infinity(ACCUM))
+                s_MN[i, j] = T.if_then_else(
+                    T.And(
+                        key0 + j <= last_key(position0 + i // heads, seq_len),
+                        key0 + j > position0 + i // heads - window,
+                    ),
+                    s_MN[i, j],
+                    -T.infinity(ACCUM),
+                )
+
+    @T.macro
+    def to_logits(s_MN, slope_M, key0, position0, softmax_scale):
+        if soft_cap is not None:
+            # cap * tanh(x / cap) through exp, which is stable at any magnitude: exp overflows to inf, and the rest is
+            # 0.
+            for i, j in parallel(block_m, block_n):
+                s_MN[i, j] = soft_cap - 2 * soft_cap / (
+                    T.exp2(s_MN[i, j] * (softmax_scale * (2 * LOG2E / soft_cap))) + 1
+                )
+        else:
+            for i, j in parallel(block_m, block_n):
+                s_MN[i, j] = s_MN[i, j] * softmax_scale
+        if problem.has_alibi:
+            for i, j in parallel(block_m, block_n):
+                if causal:
+                    s_MN[i, j] = s_MN[i, j] + slope_M[i] * T.cast(key0 + j - position0 - i // heads, ACCUM)
+                else:
+                    s_MN[i, j] = s_MN[i, j] - slope_M[i] * T.cast(T.abs(key0 + j - position0 - i // heads), ACCUM)
 
     @T.macro
     def online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, scale_log2):
@@ -113,7 +186,8 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         seq_len,
         tile_begin,
         tile_end,
-        scale_log2,
+        slope_M,
+        softmax_scale,
     ):
         k_ND = dialect.shared([block_n, head_dim], dtype)
         v_ND = dialect.shared([block_n, head_dim], dtype)
@@ -135,29 +209,61 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
             if whole_tiles:
                 copy_kv(KV, block_table, k_ND, request, kv_head, key0, 0)
             else:
-                gather_kv(KV, block_table, k_ND, request, kv_head, key0, seq_len, 0)
+                gather_kv(KV, block_table, k_ND, request, kv_head, key0, position0, seq_len, 0)
             T.gemm(q_MD, k_ND, s_MN, transpose_B=True, policy=FULL_ROW, clear_accum=True)
-            if key0 + block_n > T.min(position0 + 1, seq_len) if causal else key0 + block_n > seq_len:
+            if scores_are_logits:
+                to_logits(s_MN, slope_M, key0, position0, softmax_scale)
+            if needs_mask(key0, position0, seq_len):
                 mask(s_MN, key0, position0, seq_len)
-            online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, scale_log2)
+            online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, to_log2(softmax_scale))
             if whole_tiles:
                 copy_kv(KV, block_table, v_ND, request, kv_head, key0, head_dim)
             else:
-                gather_kv(KV, block_table, v_ND, request, kv_head, key0, seq_len, head_dim)
+                gather_kv(KV, block_table, v_ND, request, kv_head, key0, position0, seq_len, head_dim)
             T.gemm(p_MN, v_ND, o_MD, policy=FULL_ROW)
         if whole_tiles:
             if tile_end > full_end:
-                gather_kv(KV, block_table, tail_ND, request, kv_head, full_end * block_n, seq_len, 0)
+                gather_kv(KV, block_table, tail_ND, request, kv_head, full_end * block_n, position0, seq_len, 0)
                 T.gemm(q_MD, tail_ND, s_MN, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+                if scores_are_logits:
+                    to_logits(s_MN, slope_M, full_end * block_n, position0, softmax_scale)
                 mask(s_MN, full_end * block_n, position0, seq_len)
-                online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, scale_log2)
-                gather_kv(KV, block_table, tail_ND, request, kv_head, full_end * block_n, seq_len, head_dim)
+                online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, to_log2(softmax_scale))
+                gather_kv(KV, block_table, tail_ND, request, kv_head, full_end * block_n, position0, seq_len, head_dim)
                 T.gemm(p_MN, tail_ND, o_MD, policy=FULL_ROW)
 
     @T.macro
-    def normalise(o_MD, sum_M):
-        # A row without keys has sum 0: its output is zero.
+    def add_sinks(sinks, o_MD, max_M, sum_M, first_head, last_head, softmax_scale):
+        # A sink is one more key of no value: it can raise the maximum, and joins the sum.
+        sink_M = dialect.fragment([block_m], ACCUM)
+        shrink_M = dialect.fragment([block_m], ACCUM)
+        load_heads(sinks, sink_M, first_head, last_head)
+        for i in parallel(block_m):
+            sink_M[i] = sink_M[i] * LOG2E / to_log2(softmax_scale)
+            shrink_M[i] = T.exp2((max_M[i] - T.max(max_M[i], sink_M[i])) * to_log2(softmax_scale))
+            max_M[i] = T.max(max_M[i], sink_M[i])
+            sum_M[i] = sum_M[i] * shrink_M[i] + T.exp2((sink_M[i] - max_M[i]) * to_log2(softmax_scale))
         for i, d in parallel(block_m, head_dim):
-            o_MD[i, d] = T.if_then_else(sum_M[i] > 0, o_MD[i, d] / sum_M[i], 0)
+            o_MD[i, d] = o_MD[i, d] * shrink_M[i]
 
-    return TileProgram(attend=attend, load_q=load_q, normalise=normalise)
+    @T.macro
+    def normalise(o_MD, sum_M, v_scale):
+        # A row without keys has sum 0: its output is zero. NaN goes through, for a broken model to show.
+        for i, d in parallel(block_m, head_dim):
+            o_MD[i, d] = T.if_then_else(sum_M[i] == 0, 0, o_MD[i, d] * (v_scale / sum_M[i]))
+
+    def log_sum_exp(max_, sum_, softmax_scale):
+        """Base 2; -inf for a row without keys."""
+        return T.if_then_else(sum_ == 0, -T.infinity(ACCUM), max_ * to_log2(softmax_scale) + T.log2(sum_))
+
+    return TileProgram(
+        attend=attend,
+        load_q=load_q,
+        load_heads=load_heads,
+        add_sinks=add_sinks,
+        normalise=normalise,
+        log_sum_exp=log_sum_exp,
+        first_tile=first_tile,
+        end_key=end_key,
+        scores_are_logits=scores_are_logits,
+    )

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import UnsupportedError, describe
+from tl_backend.errors import InvalidInputError, UnsupportedError, describe
 from tl_backend.ops.checks import (
     check_device,
     check_index,
     check_shape,
     check_supported,
+    checked_scales,
     dtype_name,
     kernel_strides,
     require,
@@ -22,6 +23,9 @@ from tl_backend.ops.decode import launch_decode
 from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
 from tl_backend.ops.prefill import launch_prefill
 from tl_backend.problem import AttentionProblem
+
+# Of the softmax scale: its product with log2(e) must stay a normal float32.
+MIN_SCALE, MAX_SCALE = 1e-30, 1e30
 
 
 def paged_attention(
@@ -61,8 +65,8 @@ def paged_attention(
     Args:
         q: ``[T, H, D]``, float16 or bfloat16 on a GPU, float32 on a CPU. Rows may be strided (a view of a fused qkv
             buffer); on a GPU every row and head must start at a multiple of 16 bytes.
-        kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, dtype of q, any strides but a dense last dimension. The first
-            D of the last dimension are the key, the others the value.
+        kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, dtype of q or an 8-bit float, any strides but a dense last
+            dimension. The first D of the last dimension are the key, the others the value.
         block_table: int32 ``[R, max_blocks]``: blocks of each request, in order.
         cu_seqlens_q: int32 ``[R + 1]``: first query row of each request, and their end.
         seq_lens: int32 ``[R]``: keys of each request, its new tokens included.
@@ -72,7 +76,16 @@ def paged_attention(
             zero.
         softmax_scale: of the logits, positive; ``D ** -0.5`` if not given.
         causal: True or False. A tensor (one bool a request) is not supported yet.
-        window, soft_cap, sinks, alibi_slopes, q_scale, k_scale, v_scale, out_scale, lse: not supported yet.
+        window: W keys, the token's own among them: a causal query at position p attends to p - W + 1 ... p, a
+            non-causal one to p - W + 1 ... p + W - 1.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``, before ALiBi and masks.
+        sinks: ``[H]``, any dtype of a query: a logit that joins each softmax's denominator. Read at launch.
+        alibi_slopes: float32 ``[H]``: slope times (key - query) joins the logits, minus its magnitude if not causal.
+        k_scale, v_scale: float32, one element, on the device, for an 8-bit cache: what its keys and values are
+            multiplied with. 1 if not given; needed with a plan.
+        lse: float32 ``[H, T]``: the natural logarithm of each softmax's denominator is written there, -inf for a row
+            without keys, or its sink.
+        q_scale, out_scale: not supported yet.
         num_splits: a cap on the pieces that one decode request's keys are cut into; 1 for none. Not with a plan, which
             has chosen already.
         plan: of this step, from ``plan_attention``.
@@ -89,23 +102,26 @@ def paged_attention(
         causal,
         {
             "q_scale": q_scale,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
             "out_scale": out_scale,
-            "lse": lse,
-            "window": window,
-            "soft_cap": soft_cap,
-            "sinks": sinks,
-            "alibi_slopes": alibi_slopes,
         },
     )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     spec = DeviceSpec.of(kv_cache.device)
     if plan is None:
-        problem = _checked_problem(q, kv_cache, block_table, cu_seqlens_q, seq_lens, out, bool(causal), spec)
+        problem = _checked_problem(
+            q, kv_cache, block_table, cu_seqlens_q, seq_lens, out, spec,
+            causal=bool(causal), window=window, soft_cap=soft_cap,
+            sinks_dtype=None if sinks is None else dtype_name(sinks.dtype),
+            has_alibi=alibi_slopes is not None, returns_lse=lse is not None,
+        )  # fmt: skip
+        _check_extras(q, sinks, alibi_slopes, lse)
+        k_scale, v_scale = checked_scales(k_scale, v_scale, problem, q.device)
+        if lse is not None:
+            lse.fill_(-math.inf)  # Rows that belong to no request have no keys.
         if q.shape[0] == 0 or len(seq_lens) == 0:
             return out.zero_()
+        _check_pages(block_table, seq_lens, kv_cache)
         starts = cu_seqlens_q.cpu()
         workspace = AttentionWorkspace(
             problem, q.device, max_num_reqs=len(seq_lens), max_num_tokens=max(int(starts[-1]), 1)
@@ -120,6 +136,7 @@ def paged_attention(
             workspace=workspace,
             num_splits=num_splits,
         )
+        _check_current_device(q)
     else:
         require(
             num_splits is None,
@@ -128,12 +145,22 @@ def paged_attention(
             limit="a plan has chosen already",
             remedy="Pass num_splits to plan_attention.",
         )
+        planned = (plan.problem.causal, plan.problem.window, plan.problem.soft_cap)
+        asked = (causal, window or planned[1], soft_cap or planned[2])
+        require(
+            asked == planned,
+            "causal, window, soft_cap",
+            value=asked,
+            limit=f"the plan was made for {planned}",
+            remedy="Make the plan for the layer's problem, or leave window and soft_cap to it.",
+        )
+        _check_matches_plan(plan.problem, plan.num_rows, q, kv_cache, out, sinks, alibi_slopes, lse, k_scale, v_scale)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     require(
-        0 < scale < math.inf,
+        MIN_SCALE <= scale <= MAX_SCALE,
         "softmax_scale",
         value=softmax_scale,
-        limit="it must be positive and finite",
+        limit=f"{MIN_SCALE} to {MAX_SCALE}",
         remedy="Pass D ** -0.5, or leave it out.",
     )
     if plan.num_rows < q.shape[0]:
@@ -145,11 +172,15 @@ def paged_attention(
         *kernel_strides("kv_cache", kv_cache, spec),
         *kernel_strides("out", out, spec),
         block_table.stride(0),
+        0 if lse is None else lse.stride(0),
+    )
+    extras = tuple(
+        0 if tensor is None else tensor.data_ptr() for tensor in (lse, sinks, alibi_slopes, k_scale, v_scale)
     )
     if plan.decode is not None:
-        launch_decode(plan.decode, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides)
+        launch_decode(plan.decode, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides, extras)
     if plan.prefill is not None:
-        launch_prefill(plan.prefill, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides)
+        launch_prefill(plan.prefill, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides, extras)
     return out
 
 
@@ -170,8 +201,8 @@ def _checked_problem(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
-    causal: bool,
     spec: DeviceSpec,
+    **features: Any,
 ) -> AttentionProblem:
     check_shape("q", q, (None, None, None), "[T, H, D]")
     check_shape("kv_cache", kv_cache, (None, None, None, 2 * q.shape[2]), "[num_blocks, HK, block_size, 2 * D]")
@@ -193,10 +224,99 @@ def _checked_problem(
         kv_dtype=dtype_name(kv_cache.dtype),
         out_dtype=dtype_name(out.dtype),
         page_size=kv_cache.shape[2],
-        causal=causal,
+        **features,
     )
     check_supported(problem, spec)
     return problem
+
+
+def _check_current_device(q: torch.Tensor) -> None:
+    current = torch.cuda.current_device() if q.is_cuda else None
+    require(
+        q.device.index in (None, current),
+        "device",
+        value=q.device,
+        limit=f"kernels launch on the current device, {current}",
+        remedy=f"Call torch.cuda.set_device({q.device.index}) before the first kernel of the process is compiled.",
+    )
+
+
+def _check_pages(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Every key of every request lies in a block of the cache. Copies the lengths to the host."""
+    num_blocks, page_size = kv_cache.shape[0], kv_cache.shape[2]
+    lens, capacity = seq_lens.cpu(), block_table.shape[1] * page_size
+    require(
+        bool((lens >= 0).all()) and bool((lens <= capacity).all()),
+        "seq_lens",
+        value=f"{int(lens.min())} ... {int(lens.max())}",
+        limit=f"0 ... {capacity}, which {block_table.shape[1]} blocks of {page_size} hold",
+        remedy="Pass a block table with as many columns as the longest sequence has blocks.",
+    )
+    used = torch.arange(block_table.shape[1]) < -(-lens[:, None] // page_size)
+    ids = block_table.cpu()[used]
+    require(
+        bool(((ids >= 0) & (ids < num_blocks)).all()),
+        "block_table",
+        value=f"{int(ids.min()) if len(ids) else 0} ... {int(ids.max()) if len(ids) else 0}",
+        limit=f"blocks of a sequence are 0 ... {num_blocks - 1}",
+        remedy="Check the block table against the cache.",
+    )
+
+
+def _check_matches_plan(
+    problem: AttentionProblem,
+    num_rows: int,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """The plan's kernels read exactly the tensors that its problem has, in its shapes."""
+    seen = (dtype_name(q.dtype), *q.shape[1:], *kv_cache.shape[1:3])
+    planned = (problem.dtype, problem.num_q_heads, problem.head_dim, problem.num_kv_heads, problem.page_size)
+    require(
+        seen == planned and q.shape[0] >= num_rows and out.shape == q.shape and out.dtype == q.dtype,
+        "tensors",
+        value=f"(dtype, H, D, HK, block_size) = {seen}, {q.shape[0]} rows, out {list(out.shape)} {out.dtype}",
+        limit=f"the plan was made for {planned} and {num_rows} rows",
+        remedy="Make the plan for the layer's problem and the step.",
+    )
+    for name, tensor, wanted in (
+        ("sinks", sinks, problem.sinks_dtype is not None),
+        ("alibi_slopes", alibi_slopes, problem.has_alibi),
+        ("lse", lse, problem.returns_lse),
+        ("k_scale", k_scale, problem.is_quantized),
+        ("v_scale", v_scale, problem.is_quantized),
+    ):
+        if (tensor is not None) != wanted:
+            raise InvalidInputError(
+                describe(
+                    name,
+                    value="none" if tensor is None else list(tensor.shape),
+                    limit=f"the plan was made for a problem {'with' if wanted else 'without'} it",
+                    remedy="Make the plan for the layer's problem.",
+                )
+            )
+
+
+def _check_extras(
+    q: torch.Tensor, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, lse: torch.Tensor | None
+) -> None:
+    num_rows, num_heads = q.shape[:2]
+    for name, tensor, shape, meaning in (
+        ("sinks", sinks, (num_heads,), "[H]"),
+        ("alibi_slopes", alibi_slopes, (num_heads,), "[H]"),
+        ("lse", lse, (num_heads, num_rows), "[H, T]"),
+    ):
+        if tensor is None:
+            continue
+        check_shape(name, tensor, shape, meaning)
+        dtype = tensor.dtype if name == "sinks" else torch.float32
+        check_index(name, tensor, dtype, len(shape), q.device)
 
 
 def _checked_starts(starts: torch.Tensor, num_rows: int, max_seqlen_q: int) -> torch.Tensor:

@@ -6,18 +6,18 @@ import torch
 
 from tl_backend.configs.cache_write import default_cache_write_config
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import UnsupportedError, describe
 from tl_backend.ops.checks import (
     check_device,
     check_index,
     check_shape,
     check_supported,
+    checked_scales,
     dtype_name,
     kernel_strides,
     require,
 )
 from tl_backend.ops.compiled import KERNELS, KernelKey
-from tl_backend.problem import AttentionProblem
+from tl_backend.problem import FLOAT8_DTYPES, AttentionProblem
 from tl_backend.telemetry import launches
 
 
@@ -36,31 +36,22 @@ def paged_cache_write(
     are skipped. Two tokens must not share a slot.
 
     Args:
-        key: ``[>= n, HK, D]``, dtype of the cache; rows may be strided.
+        key: ``[>= n, HK, D]``, dtype of the cache, or any 16- or 32-bit one for an 8-bit cache; rows may be strided.
         value: as key.
         kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, any strides but a dense last dimension; written in place.
         slot_mapping: int64 ``[n]``. Its length says how many tokens there are: rows of key past it are padding.
-        k_scale, v_scale: not supported yet.
+        k_scale, v_scale: float32, one element, for an 8-bit cache: what is stored is divided by them. Default 1.
 
     Raises:
         InvalidInputError: an argument is malformed.
         UnsupportedError: no kernel serves the request.
         EnvironmentProblemError: the kernel cannot be compiled here.
     """
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            raise UnsupportedError(
-                describe(
-                    name,
-                    value=list(scale.shape),
-                    limit="quantized caches are not supported yet",
-                    remedy="Pass --kv-cache-dtype auto.",
-                )
-            )
     spec = DeviceSpec.of(kv_cache.device)
     problem = _checked_problem(key, value, kv_cache, slot_mapping, spec)
     if len(slot_mapping) == 0:
         return
+    scales = checked_scales(k_scale, v_scale, problem, kv_cache.device)
     kernel = KERNELS.get(cache_write_key(problem, spec))
     launches.record("cache_write")
     kernel(
@@ -68,6 +59,7 @@ def paged_cache_write(
         value.data_ptr(),
         kv_cache.data_ptr(),
         slot_mapping.data_ptr(),
+        *[0 if scale is None else scale.data_ptr() for scale in scales],
         len(slot_mapping),
         kv_cache.shape[0] * kv_cache.shape[2],
         *kernel_strides("key", key, spec),
@@ -89,19 +81,20 @@ def cache_write_problem(attention_problem: AttentionProblem) -> AttentionProblem
     return _write_problem(
         attention_problem.num_kv_heads,
         attention_problem.head_dim,
+        attention_problem.dtype,
         attention_problem.kv_dtype,
         attention_problem.page_size,
     )
 
 
-def _write_problem(num_kv_heads: int, head_dim: int, dtype: str, page_size: int) -> AttentionProblem:
+def _write_problem(num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str, page_size: int) -> AttentionProblem:
     return AttentionProblem(
         num_q_heads=num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         out_dtype=dtype,
         page_size=page_size,
     )
@@ -113,15 +106,16 @@ def _checked_problem(
     check_shape("kv_cache", kv_cache, (None, None, None, None), "[num_blocks, HK, block_size, 2 * D]")
     _, num_kv_heads, page_size, width = kv_cache.shape
     check_index("slot_mapping", slot_mapping, torch.int64, 1, kv_cache.device)
+    quantized = dtype_name(kv_cache.dtype) in FLOAT8_DTYPES
     for name, tensor in (("key", key), ("value", value)):
         check_shape(name, tensor, (None, num_kv_heads, width // 2), "[>= n, HK, D]")
         check_device(name, tensor, kv_cache.device)
         require(
-            tensor.dtype == kv_cache.dtype,
+            tensor.dtype == (key.dtype if quantized else kv_cache.dtype),
             f"{name} dtype",
             value=dtype_name(tensor.dtype),
-            limit=f"the cache holds {dtype_name(kv_cache.dtype)}",
-            remedy=f"Pass {name}.to(torch.{dtype_name(kv_cache.dtype)}).",
+            limit=f"key has {dtype_name(key.dtype)}, the cache {dtype_name(kv_cache.dtype)}",
+            remedy="Pass key and value in one dtype, and in that of a cache which is not 8-bit.",
         )
         require(
             len(tensor) >= len(slot_mapping),
@@ -130,6 +124,6 @@ def _checked_problem(
             limit=f"slot_mapping has {len(slot_mapping)}",
             remedy="Pass one row for each slot.",
         )
-    problem = _write_problem(num_kv_heads, width // 2, dtype_name(kv_cache.dtype), page_size)
+    problem = _write_problem(num_kv_heads, width // 2, dtype_name(key.dtype), dtype_name(kv_cache.dtype), page_size)
     check_supported(problem, spec)
     return problem

@@ -10,7 +10,7 @@ from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, UnsupportedError, describe
 from tl_backend.problem import AttentionProblem
 
-VECTOR_BYTES = 16  # Global loads and stores of the kernels.
+STRIDE_UNIT = 8  # Elements that strides are counted in on a GPU, as in ``kernels.dialect``.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -93,15 +93,16 @@ def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple
     Raises:
         InvalidInputError: the last dimension is not dense, or a stride or the address is not a multiple of 16 bytes.
     """
-    unit = VECTOR_BYTES // tensor.element_size() if device.is_gpu else 1
+    unit = STRIDE_UNIT if device.is_gpu else 1
+    step = unit * tensor.element_size()
     strides = _dense_where_free(tensor.shape, tensor.stride(), unit)
-    if strides is None or (unit > 1 and tensor.data_ptr() % VECTOR_BYTES):
+    if strides is None or tensor.data_ptr() % step:
         raise InvalidInputError(
             describe(
                 f"{name} strides",
-                value=f"{tensor.stride()} for shape {list(tensor.shape)}, address % {VECTOR_BYTES} = "
-                f"{tensor.data_ptr() % VECTOR_BYTES}",
-                limit=f"a dense last dimension, and rows every {unit * tensor.element_size()} bytes, are needed",
+                value=f"{tensor.stride()} for shape {list(tensor.shape)}, address % {step} = "
+                f"{tensor.data_ptr() % step}",
+                limit=f"a dense last dimension, and rows every {step} bytes, are needed",
                 remedy=f"Pass {name}.contiguous(), or pad the rows of the buffer it is a view of.",
             )
         )
@@ -118,3 +119,30 @@ def _dense_where_free(shape: tuple[int, ...], stride: tuple[int, ...], unit: int
     if stride[-1] != 1 or any(step % unit for step in strides):
         return None
     return tuple(step // unit for step in reversed(strides))
+
+
+def checked_scales(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, problem: AttentionProblem, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The scales of an 8-bit cache, 1 where not given; None for other caches, which take none."""
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    for name, scale in scales.items():
+        if scale is not None:
+            require(
+                problem.is_quantized,
+                name,
+                value=list(scale.shape),
+                limit=f"a cache of {problem.kv_dtype} has no scales",
+                remedy=f"Leave {name} out.",
+            )
+            require(
+                scale.dtype == torch.float32 and scale.numel() == 1,
+                name,
+                value=f"{dtype_name(scale.dtype)} {list(scale.shape)}",
+                limit="one float32 is needed",
+                remedy=f"Pass {name}.float().reshape(1).",
+            )
+            check_device(name, scale, device)
+        elif problem.is_quantized:
+            scales[name] = torch.ones(1, dtype=torch.float32, device=device)
+    return scales["k_scale"], scales["v_scale"]

@@ -38,17 +38,16 @@ class KernelKey(NamedTuple):
 
 
 class KernelCache:
-    """Maps a key to a callable. Thread-safe; different kernels may compile side by side."""
+    """Maps a key to a callable. One lock: TileLang's compiler is not safe in threads; kernels compile in turn."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slots: dict[KernelKey, _Slot] = {}
+        self._kernels: dict[KernelKey, Kernel] = {}
 
     @property
     def num_compiled(self) -> int:
         """Kernels that this cache has compiled."""
-        with self._lock:
-            return sum(slot.kernel is not None for slot in self._slots.values())
+        return len(self._kernels)
 
     def get(self, key: KernelKey) -> Kernel:
         """The kernel, compiled if this is the first request for it.
@@ -56,23 +55,13 @@ class KernelCache:
         Raises:
             EnvironmentProblemError: TileLang or a compiler is missing, or the compiler failed.
         """
-        slot = self._slots.get(key)
-        if slot is None:
+        kernel = self._kernels.get(key)
+        if kernel is None:
             with self._lock:
-                slot = self._slots.setdefault(key, _Slot())
-        if slot.kernel is None:
-            with slot.lock:
-                if slot.kernel is None:
-                    slot.kernel = _compile(key)
-        return slot.kernel
-
-
-class _Slot:
-    """A kernel, or the place where it will be, with the lock of its compilation."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.kernel: Kernel | None = None
+                kernel = self._kernels.get(key)
+                if kernel is None:
+                    kernel = self._kernels[key] = _compile(key)
+        return kernel
 
 
 KERNELS = KernelCache()
@@ -114,13 +103,13 @@ def _compile(key: KernelKey) -> Kernel:
     device = key.device
     if (reason := environment_problem(device)) is not None:
         raise EnvironmentProblemError(reason)
-    import tilelang
-
-    # Its start and end lines for each kernel would bury vLLM's log; ``prepare`` reports progress.
-    logging.getLogger("tilelang").setLevel(logging.WARNING)
-    program = build_program(key)
     host = {"target_host": "c"} if device.vendor == "cpu" else {}
     try:
+        import tilelang
+
+        # Its start and end lines for each kernel would bury vLLM's log; ``prepare`` reports progress.
+        logging.getLogger("tilelang").setLevel(logging.WARNING)
+        program = build_program(key)
         kernel = tilelang.compile(
             program,
             target=device.target,
@@ -129,13 +118,29 @@ def _compile(key: KernelKey) -> Kernel:
             compile_flags=_COMPILE_FLAGS[device.vendor],
             **host,
         )
-    except Exception as error:
+    except OSError as error:  # TileLang makes its cache folder when it is imported.
+        raise EnvironmentProblemError(
+            describe(
+                "TileLang's cache folder",
+                value=error,
+                limit="it must be a folder that can be written",
+                remedy="Set TILELANG_CACHE_DIR (by default ~/.tilelang/cache) to one.",
+            )
+        ) from error
+    except Exception as error:  # noqa: BLE001
         raise EnvironmentProblemError(
             describe(
                 f"compiling {key.kind} for {device.name}",
-                value=f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300] if str(error) else ''}",
+                value=_summary(error),
                 limit=f"{key.problem} with {key.config} must compile for {device.arch}",
-                remedy="Report this with the message above; another attention backend serves meanwhile.",
+                remedy="Check the compiler named there; else report this, and serve with another attention backend.",
             )
-        ) from error
+        ) from None  # TileLang's own message holds the kernel's whole source.
     return Launcher(kernel, program, on_gpu=device.is_gpu)
+
+
+def _summary(error: Exception) -> str:
+    """The first line of a compiler's failure and the first that names an error: the rest is the kernel's source."""
+    lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
+    errors = [line for line in lines[1:] if "error" in line.lower()] or lines[1:][-1:]
+    return f"{type(error).__name__}: {' / '.join(lines[:1] + errors[:1])}"

@@ -47,7 +47,15 @@ def decode_keys(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -
     keys = [KernelKey("decode", problem, config, device)]
     if split:
         # Neither pages nor kv heads nor the mask matter to the combine: problems that differ in them share one.
-        merged = replace(problem, page_size=PAGE_SIZE_STEP, num_kv_heads=problem.num_q_heads, causal=True)
+        merged = replace(
+            problem,
+            page_size=PAGE_SIZE_STEP,
+            num_kv_heads=problem.num_q_heads,
+            causal=True,
+            window=None,
+            soft_cap=None,
+            has_alibi=False,
+        )
         keys.append(KernelKey("decode_combine", merged, combine_threads(problem), device))
     return keys
 
@@ -67,6 +75,7 @@ def launch_decode(
     seq_lens: torch.Tensor,
     softmax_scale: float,
     strides: tuple[int, ...],
+    extras: tuple[int, ...],
 ) -> None:
     """One launch, or two with a combine. ``strides`` as for ``launch_prefill``."""
     launches.record("decode")
@@ -74,6 +83,7 @@ def launch_decode(
         q.data_ptr(),
         kv_cache.data_ptr(),
         out.data_ptr(),
+        *extras,
         block_table.data_ptr(),
         cu_seqlens_q.data_ptr(),
         seq_lens.data_ptr(),
@@ -90,10 +100,12 @@ def launch_decode(
         launches.record("decode_combine")
         plan.combine(
             out.data_ptr(),
+            *extras[:2],
             cu_seqlens_q.data_ptr(),
             plan.partial_o.data_ptr(),
             plan.partial_lse.data_ptr(),
             plan.num_requests,
             plan.num_splits,
             *strides[5:7],
+            strides[8],
         )

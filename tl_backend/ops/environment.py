@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,7 @@ _TOOLKITS: dict[Vendor, tuple[str, ...]] = {
     "amd": (os.environ.get("ROCM_PATH", ""), "/opt/rocm"),
 }
 _REMEDIES: dict[Vendor, str] = {
-    "cpu": "Install a C++ compiler (Debian: apt-get install g++), and point CXX at it or unset CXX and CC.",
+    "cpu": "Install a C++ compiler (Debian: apt-get install g++), and name it alone in CXX, or unset CXX and CC.",
     "nvidia": "Install the CUDA toolkit, or set CUDA_HOME to the folder that holds bin/nvcc.",
     "amd": "Install ROCm's HIP compiler, or set ROCM_PATH to the folder that holds bin/hipcc.",
 }
@@ -58,7 +59,7 @@ def environment_problem(device: DeviceSpec) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+", 1)[0].split(".")[:3] if part.isdigit())
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _found(compiler: str, vendor: Vendor) -> bool:

@@ -132,6 +132,10 @@ def plan_attention(
                 remedy="Make one AttentionWorkspace for each problem.",
             )
         )
+    if num_splits is not None and num_splits < 1:
+        raise InvalidInputError(
+            describe("num_splits", value=num_splits, limit="at least 1", remedy="Pass None to let the plan choose.")
+        )
     starts = cu_seqlens_q_cpu.numpy()
     query_lens = np.diff(starts)
     num_rows, num_reqs = int(starts[-1]), len(query_lens)
@@ -158,8 +162,10 @@ def plan_attention(
 
 
 def _plan_decode(workspace: AttentionWorkspace, num_decodes: int, max_seqlen_k: int, cap: int | None) -> DecodePlan:
-    splits = decode_config.num_splits(num_decodes, workspace.lanes, max_seqlen_k, workspace.spec)
-    splits = splits if cap is None else min(splits, max(cap, 1))
+    window = workspace.problem.window
+    max_keys = max_seqlen_k if window is None else min(max_seqlen_k, window)
+    splits = decode_config.num_splits(num_decodes, workspace.lanes, max_keys, workspace.spec)
+    splits = splits if cap is None else min(splits, cap)
     kernel, combine = decode_kernels(workspace.problem, workspace.spec, split=splits > 1)
     return DecodePlan(
         kernel=kernel,

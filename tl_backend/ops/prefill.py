@@ -74,6 +74,7 @@ def launch_prefill(
     seq_lens: torch.Tensor,
     softmax_scale: float,
     strides: tuple[int, ...],
+    extras: tuple[int, ...],
 ) -> None:
     """One launch. ``strides``: of q, kv_cache and out but their last, in kernel units, and of block_table's rows."""
     launches.record("prefill")
@@ -81,6 +82,7 @@ def launch_prefill(
         q.data_ptr(),
         kv_cache.data_ptr(),
         out.data_ptr(),
+        *extras,
         block_table.data_ptr(),
         cu_seqlens_q.data_ptr(),
         seq_lens.data_ptr(),

@@ -1,0 +1,337 @@
+"""The poison harness: runs an operation over a batch in which a fault shows, and says which rule it broke.
+
+P1 the output starts as NaN: every row of a request must come out finite, every other row zero.
+P2 unwritten slots, unowned blocks and other requests' blocks turn NaN and infinite: the output keeps its bits.
+P3 block-table entries past a request's last block turn stale, -1, one past the pool, 2**31 - 1: likewise.
+P4 canaries around the pool, around the output and after the scratch, and the gaps of strided views, keep their bits.
+P5 queries are a strided view; dimensions of extent 1 have strides that mean nothing.
+P6 the same call again, also after a call of another shape, gives the same bits, with a plan and without.
+
+The answer must be within a relative RMS of the float64 reference, for the worst request and not only overall: a wrong
+row among a thousand right ones must show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tl_backend.configs import decode as decode_config
+from tl_backend.ops import AttentionPlan, AttentionWorkspace, paged_attention, paged_cache_write, plan_attention
+from tl_backend.ops.reference import paged_attention_reference, paged_cache_write_reference
+from tl_backend.problem import AttentionProblem
+from tl_backend.testing.cases import Batch, Case, KVLayout, Tail, kv_pool, make_batch, odd_strides, out_view
+
+# Relative RMS. The sum of rounding the output, and the probabilities, to the dtype is half of these.
+TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
+_INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+LSE_TOLERANCE = 1e-4  # Absolute: of a natural logarithm in float32.
+SCRATCH_CANARIES = 4  # Partial results after those that a plan may use.
+
+Attention = Callable[..., torch.Tensor]
+
+
+class PoisonError(AssertionError):
+    """A rule was broken. The message has the rule, the value, the limit and the case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Attributes: error: relative RMS of the worst request; tolerance: its limit; request: the worst one."""
+
+    error: float
+    tolerance: float
+    request: int
+
+    def __str__(self) -> str:
+        return f"relative RMS {self.error:.2e} (limit {self.tolerance:.0e}, worst in request {self.request})"
+
+
+def check_attention(
+    problem: AttentionProblem,
+    case: Case,
+    device: torch.device,
+    *,
+    operation: Attention = paged_attention,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Report:
+    """Run ``operation`` on ``case`` under every rule.
+
+    Args:
+        operation: called as ``paged_attention``, without a plan and with one. Another one proves the harness.
+        tolerance: of the worst request's relative RMS; ``TOLERANCES`` of the dtype if not given.
+
+    Raises:
+        PoisonError: a rule was broken.
+    """
+    batch = make_batch(problem, case, device, seed=seed)
+    with forced_splits(case.num_splits):
+        batch.poison(0.0, 0)
+        first = _run(batch, operation)
+        report = _judge(batch, first, TOLERANCES[problem.dtype] if tolerance is None else tolerance)
+        num_blocks = batch.kv_cache.shape[0]
+        tails: tuple[Tail, ...] = ("stale", -1, num_blocks, 2**31 - 1)
+        for value, tail in zip((math.nan, math.inf, math.nan, math.inf), tails, strict=True):
+            batch.poison(value, tail)
+            what = f"unwritten slots are {value} and block-table tails {tail}"
+            _same(batch, first, _run(batch, operation), "P2/P3", what)
+        for parity in (0, 1) if len(case.seq_lens) > 1 else ():
+            batch.poison(math.nan, "stale", dead=range(1 - parity, len(case.seq_lens), 2))
+            alive = range(parity, len(case.seq_lens), 2)
+            what = f"the blocks of all requests but {list(alive)} are NaN"
+            _same(batch, first, _run(batch, operation), "P2", what, alive)
+        batch.poison(math.nan, "stale")
+        _run(_another(problem, case, device), operation)
+        _same(batch, first, _run(batch, operation), "P6", "another shape has run in between")
+        _check_planned(batch, first, operation, device)
+    return report
+
+
+def _check_planned(batch: Batch, first: torch.Tensor, operation: Attention, device: torch.device) -> None:
+    """With a plan, twice, and again after another shape has used the workspace; scratch starts as NaN."""
+    case, other = batch.case, _another(batch.problem, batch.case, device)
+    workspace = AttentionWorkspace(
+        batch.problem,
+        device,
+        max_num_reqs=max(len(case.query_lens), len(other.case.query_lens)),
+        max_num_tokens=max(sum(case.query_lens), sum(other.case.query_lens)),
+    )
+    _grow_scratch(workspace)
+    plan = make_plan(batch, workspace)
+    _same(batch, first, _run(batch, operation, plan), "P6", "a plan is given")
+    _same(batch, first, _run(batch, operation, plan), "P6", "the plan is used again")
+    _check_scratch(batch, workspace, plan)
+    _run(other, operation, make_plan(other, workspace))
+    _same(
+        batch,
+        first,
+        _run(batch, operation, make_plan(batch, workspace)),
+        "P6",
+        "the workspace has served another shape",
+    )
+
+
+def make_plan(batch: Batch, workspace: AttentionWorkspace, *, num_splits: int | None = None) -> AttentionPlan:
+    """The plan of a batch."""
+    return plan_attention(
+        batch.problem,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        cu_seqlens_q_cpu=batch.cu_seqlens_q.cpu(),
+        max_seqlen_q=max(batch.case.query_lens),
+        max_seqlen_k=max(batch.case.seq_lens),
+        workspace=workspace,
+        num_splits=num_splits,
+    )
+
+
+@contextlib.contextmanager
+def forced_splits(num_splits: int | None) -> Iterator[None]:
+    """Cut every decode request into ``num_splits`` pieces, and size new scratch for it. None changes nothing."""
+    if num_splits is None:
+        yield
+        return
+    with (
+        mock.patch.object(decode_config, "num_splits", lambda *args, **kwargs: num_splits),
+        mock.patch.object(decode_config, "max_partials", lambda num_reqs, *args, **kwargs: num_reqs * num_splits),
+    ):
+        yield
+
+
+def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """``|got - wanted| / |wanted|`` in float64; where ``wanted`` is all zero, 0 or infinity."""
+    difference, norm = float((got.double() - wanted).norm()), float(wanted.norm())
+    if norm == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / norm
+
+
+def _run(batch: Batch, operation: Attention, plan: AttentionPlan | None = None) -> torch.Tensor:
+    """One call, from an output of NaN; checks P4 and returns a copy of the output."""
+    case = batch.case
+    batch.out_store.fill_(math.nan)
+    if batch.lse is not None:
+        batch.lse.fill_(math.nan)
+    before = batch.kv_store.clone()
+    operation(
+        batch.q,
+        batch.kv_cache,
+        batch.block_table,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        max_seqlen_q=max(case.query_lens),
+        max_seqlen_k=max(case.seq_lens),
+        out=batch.out,
+        softmax_scale=case.softmax_scale,
+        **features_of(batch),
+        lse=batch.lse,
+        plan=plan,
+    )
+    if (changed := num_different(before, batch.kv_store)) > 0:
+        raise PoisonError(
+            f"P4: {changed} elements of the KV pool or its canaries changed; attention may change 0. {case}"
+        )
+    around = batch.out_store.clone()
+    out_view(around, batch.problem, case).fill_(math.nan)
+    if (changed := num_different(around, torch.full_like(around, math.nan))) > 0:
+        raise PoisonError(f"P4: {changed} elements around the output were written; the limit is 0. {case}")
+    return batch.out.clone(memory_format=torch.contiguous_format)
+
+
+def _judge(batch: Batch, out: torch.Tensor, tolerance: float) -> Report:
+    """P1, and the error against the reference."""
+    case = batch.case
+    lse = None if batch.lse is None else torch.empty_like(batch.lse, dtype=torch.float64)
+    wanted = paged_attention_reference(
+        batch.q,
+        batch.kv_cache,
+        batch.block_table,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        softmax_scale=case.softmax_scale,
+        **features_of(batch),
+        lse=lse,
+    )
+    where = f"{batch.problem}; {case}"
+    empty_T = (wanted == 0).flatten(1).all(1)
+    if (bad := int((~out.isfinite()).sum())) > 0:
+        rows = (~out.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+        raise PoisonError(
+            f"P1: {bad} of {out.numel()} output elements are not finite, in rows {rows[:8]}; the limit is 0. {where}"
+        )
+    if (bad := int((out[empty_T] != 0).sum())) > 0:
+        raise PoisonError(f"P1: {bad} elements of padding rows or rows without keys are not 0; the limit is 0. {where}")
+    if batch.lse is not None and lse is not None:
+        _judge_lse(batch.lse[:, : sum(case.query_lens)], lse[:, : sum(case.query_lens)], where)
+    worst, request, start = 0.0, 0, 0
+    for index, length in enumerate(case.query_lens):
+        error = relative_rms(out[start : start + length], wanted[start : start + length])
+        start += length
+        if error > worst:
+            worst, request = error, index
+    report = Report(error=worst, tolerance=tolerance, request=request)
+    if worst > tolerance:
+        raise PoisonError(f"error: {report}. {where}")
+    return report
+
+
+def features_of(batch: Batch) -> dict[str, Any]:
+    """The arguments of ``paged_attention`` and its reference that a problem's features ask for."""
+    problem = batch.problem
+    return {"causal": problem.causal, "window": problem.window, "soft_cap": problem.soft_cap, **batch.extras}
+
+
+def _judge_lse(got: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
+    empty = wanted == -math.inf
+    if (bad := int((empty != (got == -math.inf)).sum())) > 0:
+        raise PoisonError(f"P1: {bad} log-sum-exps are -inf and should not be, or the reverse; the limit is 0. {where}")
+    error = float((got.double() - wanted)[~empty].abs().max()) if bool((~empty).any()) else 0.0
+    if not error <= LSE_TOLERANCE:
+        raise PoisonError(f"error: log-sum-exp off by {error:.2e} (limit {LSE_TOLERANCE:.0e}). {where}")
+
+
+def _same(
+    batch: Batch, first: torch.Tensor, again: torch.Tensor, rule: str, what: str, requests: range | None = None
+) -> None:
+    """Bit equality, of all rows or of those of some requests."""
+    start = 0
+    for request, length in enumerate(batch.case.query_lens):
+        rows = slice(start, start + length)
+        start += length
+        if requests is not None and request not in requests:
+            continue
+        if (changed := num_different(first[rows], again[rows])) > 0:
+            raise PoisonError(
+                f"{rule}: {changed} output elements of request {request} changed when {what}; the limit is 0. "
+                f"{batch.case}"
+            )
+    if num_different(first[start:], again[start:]) > 0:
+        raise PoisonError(f"{rule}: padding rows changed when {what}; they must stay 0. {batch.case}")
+
+
+def num_different(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Elements whose bits differ; NaN equals itself."""
+    kind = _INTEGERS[a.element_size()]
+    return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
+
+
+def _another(problem: AttentionProblem, case: Case, device: torch.device) -> Batch:
+    """A small batch of another shape that asks for no kernel that ``case`` does not ask for."""
+    lens = [(1, 2)] * case.has_decode + [(3, 19)] * case.has_prefill or [(0, 0)]
+    query_lens, seq_lens = zip(*lens, strict=True)
+    other = make_batch(problem, Case(query_lens=query_lens, seq_lens=seq_lens, padding_rows=1), device, seed=99)
+    other.poison(math.nan, "stale")
+    return other
+
+
+def _grow_scratch(workspace: AttentionWorkspace) -> None:
+    for name in ("partial_o", "partial_lse"):
+        scratch: torch.Tensor = getattr(workspace, name)
+        size = (len(scratch) + SCRATCH_CANARIES, *scratch.shape[1:])
+        setattr(workspace, name, torch.full(size, math.nan, dtype=scratch.dtype, device=scratch.device))
+
+
+def _check_scratch(batch: Batch, workspace: AttentionWorkspace, plan: AttentionPlan) -> None:
+    if plan.decode is None:
+        return
+    used = plan.decode.num_requests * plan.decode.num_splits if plan.decode.num_splits > 1 else 0
+    for name in ("partial_o", "partial_lse"):
+        written = int((~getattr(workspace, name)[used:].isnan()).sum())
+        if written > 0:
+            raise PoisonError(
+                f"P4: {written} elements of {name} past its {used} pieces were written; the limit is 0. {batch.case}"
+            )
+
+
+def check_cache_write(
+    problem: AttentionProblem,
+    slots: list[int],
+    device: torch.device,
+    *,
+    kv_layout: KVLayout = "HND",
+    num_blocks: int = 5,
+    operation: Callable[..., Any] = paged_cache_write,
+    seed: int = 0,
+) -> None:
+    """Write tokens to ``slots`` of a pool of random bits (NaN and infinity among them) and compare every bit of it.
+
+    Keys and values are slices of one fused buffer (P5) with more rows than slots; slots outside the pool must be
+    skipped.
+
+    Raises:
+        PoisonError: a bit differs from the reference's.
+    """
+    dtype = getattr(torch, problem.dtype)
+    heads, head_dim = problem.num_kv_heads, problem.head_dim
+    scales = {"k_scale": torch.full((1,), 0.04, device=device), "v_scale": torch.full((1,), 3.0, device=device)}
+    scales = scales if problem.is_quantized else {}
+    generator = torch.Generator(device).manual_seed(seed)
+    store, kv_cache = kv_pool(problem, num_blocks, kv_layout, getattr(torch, problem.kv_dtype), device)
+    bits = store.view(_INTEGERS[store.element_size()])
+    bits.random_(generator=generator)
+    wanted = store.clone()
+    qkv = torch.randn(len(slots) + 3, (2 + 2 * heads) * head_dim, generator=generator, device=device).to(dtype)
+    key, value = (part.unflatten(-1, (heads, head_dim)) for part in qkv[:, 2 * head_dim :].chunk(2, dim=-1))
+    capacity = num_blocks * problem.page_size
+    legal = torch.tensor([slot if 0 <= slot < capacity else -1 for slot in slots])
+    paged_cache_write_reference(key, value, _same_view(kv_cache, wanted), legal, **scales)
+    for _ in range(2):
+        mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+        operation(odd_strides(key), odd_strides(value), kv_cache, mapping, **scales)
+        if (changed := num_different(store, wanted)) > 0:
+            raise PoisonError(
+                f"P4: {changed} of {store.numel()} elements of the pool and its canaries differ from the "
+                f"reference's; the limit is 0. Slots {slots[:8]}, {kv_layout}, {problem}"
+            )
+
+
+def _same_view(view: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+    """The part of ``store`` that ``view`` is of the allocation it was taken from."""
+    return store.as_strided(view.shape, view.stride(), view.storage_offset())
