@@ -82,7 +82,8 @@ def fault_env(tmp_path_factory):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attention-faults\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nattention_faults = attention_faults:plant\n")
     (folder / "fault").write_text("")
-    return {"PYTHONPATH": str(folder), "ATTENTION_FAULT_FILE": str(folder / "fault")}
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {"PYTHONPATH": path, "ATTENTION_FAULT_FILE": str(folder / "fault")}
 
 
 @pytest.fixture(scope="session")

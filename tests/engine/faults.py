@@ -5,7 +5,12 @@ The comparison of tokens with vLLM's own backend proves something only if it fai
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
+
+FAULTS = ("permuted q heads", "scale x 1.1", "mask off by one")
+# Of layers that have these.
+WINDOW_FAULT, CAP_FAULT = "window longer by one", "no soft cap"
 
 
 def plant():
@@ -19,8 +24,20 @@ def plant():
         """Off by one: each token sees the keys before it, but not its own."""
         return (seq_lens - 1).clamp(min=0) if file.read_text() == "mask off by one" else seq_lens
 
-    def plan_attention(problem, cu_seqlens_q, seq_lens, **rest):
-        return make_plan(problem, cu_seqlens_q, seen_lens(seq_lens), **rest)
+    workspaces = {}
+
+    def plan_attention(problem, cu_seqlens_q, seq_lens, *, workspace, **rest):
+        fault, right = file.read_text(), problem
+        if fault == WINDOW_FAULT and problem.window is not None:
+            problem = replace(problem, window=problem.window + 1)
+        if fault == CAP_FAULT:
+            problem = replace(problem, soft_cap=None)
+        if problem != right:
+            limits = {"max_num_reqs": workspace.max_num_reqs, "max_num_tokens": workspace.max_num_tokens}
+            if right not in workspaces or workspaces[right].problem != problem:
+                workspaces[right] = ops.AttentionWorkspace(problem, workspace.work.device, **limits)
+            workspace = workspaces[right]
+        return make_plan(problem, cu_seqlens_q, seen_lens(seq_lens), workspace=workspace, **rest)
 
     def paged_attention(q, kv_cache, block_table, cu_seqlens_q, seq_lens, *, softmax_scale, **rest):
         fault = file.read_text()

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.engine.faults import FAULTS
+
 SCENARIOS = ["mixed", "chunked", "prefix_hit", "preempted"]
-FAULTS = ["permuted q heads", "scale x 1.1", "mask off by one"]
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.faults import FAULTS
+
 ARGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-batched-tokens", "256"]
-FAULTS = ["permuted q heads", "scale x 1.1", "mask off by one"]
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8  # 592 tokens: three chunks
 
 

@@ -11,10 +11,11 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from tl_backend.device import SHARED_MEMORY_PER_BLOCK, DeviceSpec
 from tl_backend.errors import UnsupportedError
 from tl_backend.ops.checks import unsupported_reason
-from tl_backend.vllm_plugin.backend import TileLangBackend, declared_dtypes
-from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, problem_of
+from tl_backend.problem import FLOAT8_DTYPES
+from tl_backend.vllm_plugin.backend import FP8_SPELLINGS, TileLangBackend, declared_dtypes
+from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, kv_dtype_name, problem_of
 
-SHAPE = LayerShape(8, 2, 64)
+SHAPE = LayerShape(8, 2, 64, dtype="float32", kv_dtype="float32")
 SUPPORTED = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 128}
 H200 = DeviceCapability(9, 0)
 
@@ -34,7 +35,7 @@ def test_the_supported_configuration_passes():
 @pytest.mark.parametrize("head_size", TileLangBackend.get_supported_head_sizes())
 def test_declared_head_sizes_are_problems(head_size):
     assert refusals(head_size=head_size) == []
-    assert problem_of(LayerShape(8, 2, head_size), dtype=torch.float32).head_dim == head_size
+    assert problem_of(SHAPE._replace(head_dim=head_size)).head_dim == head_size
 
 
 @pytest.mark.parametrize("head_size", [16, 24, 72, 120, 272, 512])
@@ -43,7 +44,7 @@ def test_other_head_sizes_are_refused(head_size):
     assert "head_size not supported" in reasons
     assert f"head size: got {head_size}; multiples of 16 from 32 to 256 are supported. Serve" in reasons[-1]
     with pytest.raises(UnsupportedError):
-        problem_of(LayerShape(8, 2, head_size), dtype=torch.float32)
+        problem_of(SHAPE._replace(head_dim=head_size))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 272, 528, 544, 784, 1056, 2112, 4352])
@@ -52,7 +53,7 @@ def test_declared_block_sizes_are_problems(block_size):
     assert declared == MultipleOf(16)
     assert block_size % declared.base == 0
     assert refusals(block_size=block_size) == []
-    assert problem_of(SHAPE, dtype=torch.float32, page_size=block_size).page_size == block_size
+    assert problem_of(SHAPE, page_size=block_size).page_size == block_size
     # vLLM's own choice stays: 16 on GPUs, 128 on CPUs.
     assert TileLangBackend.get_preferred_block_size(block_size) == block_size
 
@@ -63,7 +64,7 @@ def test_other_block_sizes_are_refused(block_size):
     assert "block_size not supported" in reasons
     assert f"page size: got {block_size}; positive multiples of 16 are supported. Pass --block-size 16" in reasons[-1]
     with pytest.raises(UnsupportedError):
-        problem_of(SHAPE, dtype=torch.float32, page_size=block_size)
+        problem_of(SHAPE, page_size=block_size)
 
 
 @pytest.mark.parametrize("arch", ["c", *SHARED_MEMORY_PER_BLOCK])
@@ -72,7 +73,9 @@ def test_declared_dtypes_are_those_of_the_kernels(arch):
     declared = declared_dtypes(cpu=arch == "c")
     assert [dtype_name(d) for d in declared] == list(device.dtypes)
     for dtype in declared:
-        assert unsupported_reason(problem_of(SHAPE, dtype=dtype), device) is None
+        name = dtype_name(dtype)
+        for kv_dtype in (name, *FLOAT8_DTYPES):
+            assert unsupported_reason(problem_of(SHAPE._replace(dtype=name, kv_dtype=kv_dtype)), device) is None
 
 
 def test_a_dtype_of_other_devices_is_refused():
@@ -81,25 +84,47 @@ def test_a_dtype_of_other_devices_is_refused():
     assert "dtype: got bfloat16; float32 are supported on this device. Pass --dtype float32." in reasons[-1]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8_per_token_head", "bfloat16"])
+def test_declared_cache_dtypes_are_the_models_and_8_bit_floats():
+    """A kernel run on each 8-bit one is in test_impl.py."""
+    declared = TileLangBackend.supported_kv_cache_dtypes
+    assert [name for name in declared if "8" in name] == ["fp8", "fp8_e4m3", "fp8_e5m2"]
+    for name in ("auto", *FP8_SPELLINGS):
+        assert refusals(kv_cache_dtype=name) == []
+        assert problem_of(SHAPE._replace(kv_dtype=kv_dtype_name(name, torch.float32))).is_quantized == (name != "auto")
+
+
+def test_fp8_is_the_platforms_e4m3(monkeypatch):
+    assert kv_dtype_name("fp8", torch.float32) == kv_dtype_name("fp8_e4m3", torch.float32) == "float8_e4m3fn"
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
+    assert kv_dtype_name("fp8", torch.float32) == kv_dtype_name("fp8_e4m3", torch.float32) == "float8_e4m3fnuz"
+    assert kv_dtype_name("fp8_e5m2", torch.float32) == "float8_e5m2"
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_inc", "fp8_ds_mla", "nvfp4", "int8_per_token_head", "bfloat16"])
 def test_a_cache_of_another_dtype_is_refused(kv_cache_dtype):
     reasons = refusals(kv_cache_dtype=kv_cache_dtype)
-    limit = "it must equal the model's, float32. Pass --kv-cache-dtype auto."
+    limit = "the model's, float32, and fp8, fp8_e4m3, fp8_e5m2 are supported. Pass --kv-cache-dtype auto."
     assert reasons[-1] == f"KV-cache dtype: got {kv_cache_dtype}; {limit}"
+    with pytest.raises(UnsupportedError, match="KV-cache dtype"):
+        problem_of(SHAPE._replace(kv_dtype=kv_dtype_name(kv_cache_dtype, torch.float32)))
+
+
+@pytest.mark.parametrize("feature", ["has_sliding_window", "has_sink"])
+def test_declared_features_pass(feature):
+    """A kernel run with each is in test_impl.py."""
+    assert refusals(**{feature: True}) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"use_mla": True}, "MLA not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
         ({"attn_type": AttentionType.ENCODER}, "attention type AttentionType.ENCODER not supported"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type AttentionType.ENCODER_ONLY not supported"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type AttentionType.ENCODER_DECODER not supported"),
-        ({"has_sliding_window": True}, "sliding window not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),
         ({"use_kv_connector": True}, "KV connector not supported"),

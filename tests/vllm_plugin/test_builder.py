@@ -11,7 +11,14 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from tl_backend import ops
 from tl_backend.errors import UnsupportedError
@@ -51,22 +58,31 @@ def config(model, register, monkeypatch):
 
 @pytest.fixture
 def layers(config):
-    """Registers attention layers with the config, as a model does while it is built."""
+    """Registers attention layers with the config, as a model does while it is built.
+
+    Each is (query heads, kv heads, head size), or these and more arguments.
+    """
 
     def add(*shapes):
         with set_current_vllm_config(config):
-            for heads, kv_heads, size in shapes:
+            for heads, kv_heads, size, *rest in shapes:
                 name = f"model.layers.{len(config.compilation_config.static_forward_context)}.self_attn.attn"
-                Attention(heads, size, size**-0.5, kv_heads, cache_config=config.cache_config, prefix=name)
+                more = rest[0] if rest else {}
+                Attention(heads, size, size**-0.5, kv_heads, cache_config=config.cache_config, prefix=name, **more)
         return list(config.compilation_config.static_forward_context)
 
     return add
 
 
+SPEC = {"block_size": PAGE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+
+
 def spec(**changes):
-    return FullAttentionSpec(
-        **{"block_size": PAGE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32} | changes
-    )
+    return FullAttentionSpec(**SPEC | changes)
+
+
+def window_spec(**changes):
+    return SlidingWindowSpec(**SPEC | {"sliding_window": 64} | changes)
 
 
 def common(query_lens, seq_lens, **changes):
@@ -124,7 +140,54 @@ def test_names_that_are_not_registered_take_the_specs_problem(config, prepared):
     builder = TileLangMetadataBuilder(spec(num_kv_heads=2, head_size=64), ["placeholder"], config, CPU)
     (problem,) = prepared
     assert (problem.num_q_heads, problem.num_kv_heads, problem.head_dim) == (4, 2, 64)
-    assert list(builder.build(0, common([1], [3])).plans) == [LayerShape(4, 2, 64)]
+    shape = LayerShape(4, 2, 64, dtype="float32", kv_dtype="float32")
+    assert list(builder.build(0, common([1], [3])).plans) == [shape]
+
+
+@pytest.mark.parametrize("kv_spec", [window_spec(), spec(sliding_window=64)], ids=lambda s: type(s).__name__)
+def test_a_name_that_is_not_registered_takes_the_specs_window(config, prepared, kv_spec):
+    builder = TileLangMetadataBuilder(kv_spec, ["placeholder"], config, CPU)
+    (problem,) = prepared
+    assert problem.window == 64
+    (plan,) = builder.build(0, common([1, 5], [100, 90])).plans.values()
+    assert plan.problem == problem
+
+
+def test_a_name_that_is_not_registered_takes_the_configs_cache_dtype(config, prepared):
+    config.cache_config.cache_dtype = "fp8_e5m2"
+    TileLangMetadataBuilder(spec(dtype=torch.uint8), ["placeholder"], config, CPU)
+    assert [problem.kv_dtype for problem in prepared] == ["float8_e5m2"]
+
+
+def test_layers_of_a_sliding_window_group(config, layers, prepared):
+    """The spec of a group of equal windows, as vLLM's hybrid cache manager makes them."""
+    names = layers(*[(4, 2, 32, {"per_layer_sliding_window": 64})] * 2)
+    specs = [layer.get_kv_cache_spec(config) for layer in config.compilation_config.static_forward_context.values()]
+    assert {type(layer_spec) for layer_spec in specs} == {SlidingWindowSpec}
+    TileLangMetadataBuilder(window_spec(), names, config, CPU)
+    assert [problem.window for problem in prepared] == [64]
+
+
+def test_layers_of_different_windows_and_caps_in_one_group(config, layers, prepared):
+    """Without that manager a full-attention spec holds all layers, and the longest window."""
+    features = [{}, {"per_layer_sliding_window": 64}, {"per_layer_sliding_window": 40}, {"logits_soft_cap": 5.0}]
+    names = layers(*[(4, 2, 32, feature) for feature in features], (4, 2, 32))
+    builder = TileLangMetadataBuilder(spec(sliding_window=64), names, config, CPU)
+    assert [(problem.window, problem.soft_cap) for problem in prepared] == [
+        (None, None),
+        (64, None),
+        (40, None),
+        (None, 5.0),
+    ]
+    impls = [config.compilation_config.static_forward_context[name].impl for name in names]
+    plans = builder.build(0, common([1, 5], [100, 90])).plans
+    assert [plans[impl.shape].problem for impl in impls] == [*prepared, prepared[0]]
+
+
+def test_a_layer_with_another_value_head_size_is_refused(config, layers, prepared):
+    names = layers((4, 2, 32, {"head_size_v": 64}))
+    with pytest.raises(UnsupportedError, match="value head size: got 64; it must equal the key head size, 32"):
+        TileLangMetadataBuilder(spec(), names, config, CPU)
 
 
 def test_everything_is_compiled_at_construction_with_a_progress_line(config, layers, monkeypatch):
@@ -170,15 +233,17 @@ def test_steps_that_are_not_causal_are_refused(config, layers, prepared, causal)
     ("kv_spec", "message"),
     [
         (spec(head_size_v=64), "value head size: got 64; it must equal the key head size, 32. Serve"),
-        (spec(dtype=torch.uint8), "KV-cache dtype: got uint8; it must equal the query dtype, float32. Pass"),
         (spec(block_size=24), "page size: got 24; positive multiples of 16 are supported. Pass --block-size 16"),
-        (spec(sliding_window=64), "KV-cache spec's sliding_window: got 64; no kernel has it yet. Serve"),
         (spec(attention_chunk_size=64), "KV-cache spec's attention_chunk_size: got 64; no kernel has it yet. Serve"),
         (spec(non_causal=True), "KV-cache spec's non_causal: got True; no kernel has it yet. Serve"),
+        (spec(head_size=512), "head size: got 512; multiples of 16 from 32 to 256 are supported. Serve"),
         (
-            SlidingWindowSpec(block_size=PAGE, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64),
-            "KV-cache spec: got SlidingWindowSpec; only FullAttentionSpec is supported. Serve",
+            ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=64),
+            "KV-cache spec: got ChunkedLocalAttentionSpec; FullAttentionSpec and SlidingWindowSpec are supported.",
         ),
+        (SinkFullAttentionSpec(**SPEC, sink_len=4), "KV-cache spec: got SinkFullAttentionSpec; FullAttentionSpec and"),
+        (MLAAttentionSpec(**SPEC), "KV-cache spec: got MLAAttentionSpec; FullAttentionSpec and"),
+        (CrossAttentionSpec(**SPEC), "KV-cache spec: got CrossAttentionSpec; FullAttentionSpec and"),
     ],
     ids=lambda v: v.split(":")[0] if isinstance(v, str) else "",
 )

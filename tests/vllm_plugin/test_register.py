@@ -19,7 +19,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from tl_backend.errors import EnvironmentProblemError
+from tl_backend.errors import EnvironmentProblemError, UnsupportedError
 from tl_backend.vllm_plugin import versions
 from tl_backend.vllm_plugin.backend import TileLangBackend
 
@@ -87,10 +87,10 @@ def test_without_the_reducer_a_fresh_process_cannot_unpickle(register, monkeypat
     assert "is not a valid AttentionBackendEnum" in caught.value.stderr
 
 
-def current_cpu_backend(backend=None):
+def current_cpu_backend(backend=None, member="CPU_ATTN"):
     config = VllmConfig(attention_config=AttentionConfig(backend=backend))
     with set_current_vllm_config(config):
-        return AttentionBackendEnum.CPU_ATTN.get_class()
+        return AttentionBackendEnum[member].get_class()
 
 
 def test_cpu_platform_keeps_its_own_backend_unless_asked(register):
@@ -118,12 +118,37 @@ def test_a_malformed_variable_does_not_fall_back(register, monkeypatch):
         current_cpu_backend()
 
 
+MLA_MEMBERS = ["CPU_MLA", "AMX_MLA"]  # What that platform takes for MLA models; no kernel here has MLA.
+
+
+@pytest.mark.parametrize("member", MLA_MEMBERS)
+def test_mla_is_vllms_own_unless_asked(register, member):
+    own = resolve_obj_by_qualname(AttentionBackendEnum[member].value)
+    assert current_cpu_backend(member=member) is own
+    assert own.is_mla()
+
+
+@pytest.mark.parametrize("backend", [None, "tilelang"])
+@pytest.mark.parametrize("member", MLA_MEMBERS)
+def test_mla_is_refused_by_name(register, monkeypatch, member, backend):
+    monkeypatch.setenv("TL_BACKEND_CPU", "1")
+    with pytest.raises(UnsupportedError, match=r"attention of this model: got MLA; .*\. Serve this model with"):
+        current_cpu_backend(backend, member)
+
+
+@pytest.mark.parametrize("member", MLA_MEMBERS)
+def test_mla_with_the_backend_named_but_not_the_variable_does_not_fall_back(register, member):
+    with pytest.raises(EnvironmentProblemError, match="got TL_BACKEND_CPU unset;"):
+        current_cpu_backend("tilelang", member)
+
+
 def test_the_variable_has_no_effect_on_a_gpu(register, monkeypatch, logged):
     monkeypatch.setenv("TL_BACKEND_CPU", "1")
     monkeypatch.setattr(register, "_is_cpu", lambda: False)
-    AttentionBackendEnum.CPU_ATTN.clear_override()
+    for member in register.CPU_MEMBERS:
+        AttentionBackendEnum[member].clear_override()
     register.register()
-    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    assert not any(AttentionBackendEnum[member].is_overridden() for member in register.CPU_MEMBERS)
     assert [r.levelname for r in logged] == ["WARNING"]
     assert "TL_BACKEND_CPU=1 has no effect" in logged[0].getMessage()
 

@@ -18,7 +18,7 @@ from tl_backend.errors import InvalidInputError, describe
 if TYPE_CHECKING:
     import torch
 
-Architecture = Literal["llama", "qwen3"]
+Architecture = Literal["llama", "qwen3", "mistral", "gemma2"]
 
 NUM_BYTES = 256
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -40,6 +40,8 @@ def write_llama(
     max_position_embeddings: int = 4096,
     seed: int = 0,
     qk_gain: float = 4.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     alphabet: str = PRINTABLE,
     dtype: str = "float32",
 ) -> Path:
@@ -50,11 +52,14 @@ def write_llama(
 
     Args:
         path: a folder; made if missing.
-        architecture: "llama" (LlamaForCausalLM) or "qwen3" (Qwen3ForCausalLM, which normalises q and k a head).
+        architecture: "llama", "qwen3" (normalises q and k a head), "mistral" (a sliding window in every layer) or
+            "gemma2" (a window in every second layer, a soft cap on the attention's logits, tied embeddings).
         num_layers, num_q_heads, num_kv_heads, head_dim: as in the config.
         hidden_size: default ``num_q_heads * head_dim``.
         intermediate_size: default twice ``hidden_size``.
         max_position_embeddings: longest context.
+        sliding_window: keys of the window, for "mistral" and "gemma2".
+        soft_cap: of the attention's logits, for "gemma2".
         seed: same seed, same bytes.
         qk_gain: standard deviation of the scaled attention scores ``q @ k / sqrt(head_dim)``, near enough.
         alphabet: ASCII characters that may be generated. Fewer of them leave wider gaps between the best two logits.
@@ -77,7 +82,7 @@ def write_llama(
             )
         )
     config = {
-        **_architecture_fields(architecture),
+        **_architecture_fields(architecture, num_layers, head_dim, sliding_window, soft_cap),
         "vocab_size": VOCAB_SIZE,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_q_heads,
@@ -90,7 +95,7 @@ def write_llama(
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": architecture == "gemma2",
         "torch_dtype": dtype,
         "bos_token_id": NUM_BYTES,
         "eos_token_id": NUM_BYTES + 1,
@@ -127,13 +132,31 @@ def write_byte_tokenizer(path: Path) -> None:
     )
 
 
-def _architecture_fields(architecture: Architecture) -> dict[str, Any]:
-    names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+def _architecture_fields(
+    architecture: Architecture, num_layers: int, head_dim: int, sliding_window: int | None, soft_cap: float | None
+) -> dict[str, Any]:
+    names = {
+        "llama": "LlamaForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+    }
     if architecture not in names:
         raise InvalidInputError(
             describe("architecture", value=architecture, limit=" or ".join(names), remedy="Choose one of these.")
         )
-    return {"architectures": [names[architecture]], "model_type": architecture}
+    fields: dict[str, Any] = {"architectures": [names[architecture]], "model_type": architecture}
+    if architecture in ("mistral", "gemma2"):
+        fields["sliding_window"] = sliding_window
+    if architecture == "gemma2":
+        fields |= {
+            "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
+            "attn_logit_softcapping": soft_cap,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+        }
+    return fields
 
 
 def _byte_characters() -> list[str]:
@@ -160,16 +183,23 @@ def _write_weights(path: Path, config: dict[str, Any], *, seed: int, qk_gain: fl
     # Qwen3's q and k norms erase the projections' scale, and their weights set it instead.
     normed = config["model_type"] == "qwen3"
     qk_scale = math.sqrt(qk_gain)
+    # Gemma multiplies embeddings by sqrt(hidden), ties the output to them and adds 1 to the weights of its norms. The
+    # norm after a block weighs it four times the token itself, which would win every step.
+    gemma = config["model_type"] == "gemma2"
+    unit, after = (torch.zeros(hidden), torch.full((hidden,), 3.0)) if gemma else (torch.ones(hidden),) * 2
+    embedding = torch.randn(VOCAB_SIZE, hidden, generator=generator)
+    output = linear(VOCAB_SIZE, hidden) * _rows_of(alphabet)[:, None]
     tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCAB_SIZE, hidden, generator=generator),
-        "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": linear(VOCAB_SIZE, hidden) * _rows_of(alphabet)[:, None],
+        "model.embed_tokens.weight": embedding / math.sqrt(hidden) if gemma else embedding,
+        "model.norm.weight": unit,
     }
+    if not gemma:
+        tensors["lm_head.weight"] = output
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         tensors |= {
-            f"{prefix}.input_layernorm.weight": torch.ones(hidden),
-            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{prefix}.input_layernorm.weight": unit.clone(),
+            f"{prefix}.post_attention_layernorm.weight": after.clone(),
             f"{prefix}.self_attn.q_proj.weight": linear(q_rows, hidden, qk_scale),
             f"{prefix}.self_attn.k_proj.weight": linear(kv_rows, hidden, qk_scale),
             f"{prefix}.self_attn.v_proj.weight": linear(kv_rows, hidden),
@@ -179,6 +209,11 @@ def _write_weights(path: Path, config: dict[str, Any], *, seed: int, qk_gain: fl
             f"{prefix}.mlp.up_proj.weight": linear(inner, hidden),
             f"{prefix}.mlp.down_proj.weight": linear(hidden, inner),
         }
+        if gemma:
+            tensors |= {
+                f"{prefix}.pre_feedforward_layernorm.weight": unit.clone(),
+                f"{prefix}.post_feedforward_layernorm.weight": after.clone(),
+            }
         if normed:
             tensors |= {
                 f"{prefix}.self_attn.q_norm.weight": torch.full((head_dim,), qk_scale),

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tl_backend.vllm_plugin.builder import TileLangMetadataBuilder
     from tl_backend.vllm_plugin.impl import TileLangImpl
 
+FP8_SPELLINGS: tuple[CacheDType, ...] = ("fp8", "fp8_e4m3", "fp8_e5m2")
+
 # gfx90a, gfx942 and gfx950 as vLLM numbers them. gfx908 and gfx940 share numbers; DeviceSpec.of refuses them by name.
 ROCM_CAPABILITIES = ((9, 0), (9, 4), (9, 5))
 
@@ -40,7 +42,7 @@ class TileLangBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = declared_dtypes(cpu=current_platform.is_cpu())
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16", *FP8_SPELLINGS]
 
     @staticmethod
     def get_name() -> str:
@@ -79,6 +81,14 @@ class TileLangBackend(AttentionBackend):
         return tuple(capability) >= MIN_NVIDIA_ARCH
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         return False  # Nobody has seen one work with this backend.
 
@@ -114,12 +124,12 @@ class TileLangBackend(AttentionBackend):
                     remedy=f"Pass --dtype {dtype_name(cls.supported_dtypes[-1])}.",
                 )
             )
-        if kv_cache_dtype not in (None, "auto", name):
+        if kv_cache_dtype not in (None, "auto", name, *FP8_SPELLINGS):
             reasons.append(
                 describe(
                     "KV-cache dtype",
                     value=kv_cache_dtype,
-                    limit=f"it must equal the model's, {name}",
+                    limit=f"the model's, {name}, and {', '.join(FP8_SPELLINGS)} are supported",
                     remedy="Pass --kv-cache-dtype auto.",
                 )
             )

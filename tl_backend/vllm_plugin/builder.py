@@ -10,11 +10,11 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tl_backend import ops
 from tl_backend.problem import AttentionProblem
-from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, problem_of, refuse, refuse_run
+from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, kv_dtype_name, problem_of, refuse, refuse_run
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,7 +62,11 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
     reorder_batch_threshold: int | None = 1
 
     def __init__(
-        self, kv_cache_spec: FullAttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self,
+        kv_cache_spec: FullAttentionSpec | SlidingWindowSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_run(vllm_config)
@@ -121,35 +125,39 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
 
 
 def _problems_of_layers(
-    spec: FullAttentionSpec, layer_names: list[str], config: VllmConfig
+    spec: FullAttentionSpec | SlidingWindowSpec, layer_names: list[str], config: VllmConfig
 ) -> dict[LayerShape, AttentionProblem]:
     """The distinct problems of these layers; the spec's one for names that are not registered (vLLM's own tests)."""
     model = config.model_config
     layers = get_layers_from_vllm_config(config, cast("type[Any]", AttentionLayerBase), layer_names).values()
-    # Shape -> value head size. A window or a cap cannot differ here: the Impl has refused them.
-    shapes = {layer.impl.shape: layer.head_size_v for layer in layers}
+    # Value head sizes are a layer's own, and no part of its shape: each is asked, and refused if it differs.
+    shapes = {layer.impl.shape: layer.impl.shape.head_dim for layer in layers}
+    for layer in layers:
+        problem_of(layer.impl.shape, page_size=spec.block_size, head_dim_v=layer.head_size_v)
     if not shapes:
         heads = model.get_num_attention_heads(config.parallel_config)
-        shapes = {LayerShape(heads, spec.num_kv_heads, spec.head_size): spec.head_size_v}
-    return {
-        shape: problem_of(
-            shape,
-            dtype=model.dtype,
-            kv_cache_dtype=dtype_name(spec.dtype),
-            page_size=spec.block_size,
-            head_dim_v=head_dim_v,
+        shape = LayerShape(
+            heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            dtype=dtype_name(model.dtype),
+            kv_dtype=kv_dtype_name(config.cache_config.cache_dtype, model.dtype),
+            window=spec.sliding_window,
         )
+        shapes = {shape: getattr(spec, "head_size_v", None) or spec.head_size}
+    return {
+        shape: problem_of(shape, page_size=spec.block_size, head_dim_v=head_dim_v)
         for shape, head_dim_v in shapes.items()
     }
 
 
-def _refuse_spec(spec: FullAttentionSpec) -> None:
-    # Its subclasses (sinks, MLA) and relatives (sliding window, chunked-local, cross attention) change what the step's
-    # metadata means.
-    if type(spec) is not FullAttentionSpec:
-        refuse("KV-cache spec", type(spec).__name__, "only FullAttentionSpec is supported")
-    for feature in ("sliding_window", "attention_chunk_size", "non_causal"):
-        if value := getattr(spec, feature):
+def _refuse_spec(spec: FullAttentionSpec | SlidingWindowSpec) -> None:
+    # Subclasses (stored sinks, MLA) and relatives (chunked-local, cross attention) change what the step's metadata
+    # means.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        refuse("KV-cache spec", type(spec).__name__, "FullAttentionSpec and SlidingWindowSpec are supported")
+    for feature in ("attention_chunk_size", "non_causal"):
+        if value := getattr(spec, feature, None):
             refuse(f"KV-cache spec's {feature}", value, "no kernel has it yet")
 
 

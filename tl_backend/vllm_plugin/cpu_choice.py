@@ -1,10 +1,12 @@
 """What CPU_ATTN is on vLLM's CPU platform, which takes that backend whatever ``--attention-backend`` says.
 
-``CPUAttentionBackend`` is looked up here by its dotted path whenever vLLM selects a backend, and is then one of:
+A member of the registry leads here by its name, is looked up whenever vLLM selects it, and is then one of:
 
 - with ``TL_BACKEND_CPU=1``, the TileLang backend on the C target (or what refuses in its place);
 - with ``--attention-backend tilelang`` but not the variable, an error: vLLM would serve with its own backend instead;
 - otherwise vLLM's own class.
+
+CPU_MLA and AMX_MLA, which that platform takes for MLA models, are vLLM's own or an error: no kernel here has MLA.
 """
 
 from __future__ import annotations
@@ -13,22 +15,23 @@ import os
 
 from tl_backend.errors import EnvironmentProblemError, describe
 from tl_backend.vllm_plugin import register
+from tl_backend.vllm_plugin.layer import refuse
 
 
 def __getattr__(name: str) -> type:
-    if name == "CPUAttentionBackend":
-        return _choose()
+    if name in register.CPU_MEMBERS:
+        return _choose(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _choose() -> type:
+def _choose(member: str) -> type:
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     # A malformed value asks for something too; the refusal says what is wrong with it.
     asked = os.environ.get("TL_BACKEND_CPU", "0") not in ("0", "")
     if not asked and not _named():
-        builtin: type = resolve_obj_by_qualname(AttentionBackendEnum.CPU_ATTN.value)
+        builtin: type = resolve_obj_by_qualname(AttentionBackendEnum[member].value)
         return builtin
     if reason := register.refusal():
         raise EnvironmentProblemError(reason)
@@ -41,6 +44,8 @@ def _choose() -> type:
                 remedy="Set TL_BACKEND_CPU=1 (and --dtype float32), or drop --attention-backend.",
             )
         )
+    if member != "CPU_ATTN":
+        refuse("attention of this model", "MLA", "decoder attention with keys and values of one head size is supported")
     from tl_backend.vllm_plugin.backend import TileLangBackend
 
     return TileLangBackend

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from tl_backend import ops
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import UnsupportedError
-from tl_backend.vllm_plugin.layer import LayerShape, problem_of, refuse
+from tl_backend.problem import page_size_refusal
+from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, kv_dtype_name, problem_of, refuse
 
 if TYPE_CHECKING:
     from tl_backend.vllm_plugin.builder import TileLangMetadata
@@ -28,8 +30,8 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
         head_size: of query, key and value.
         scale: softmax scale.
         num_kv_heads: default ``num_heads``.
-        alibi_slopes, sliding_window, logits_soft_cap: refused unless None (or a cap of 0).
-        kv_cache_dtype: "auto", or the model's dtype.
+        alibi_slopes, sliding_window, logits_soft_cap: None (or a cap of 0) for none.
+        kv_cache_dtype: "auto", the model's dtype, or an 8-bit one: "fp8", "fp8_e4m3", "fp8_e5m2".
         attn_type: "decoder".
         kv_sharing_target_layer_name: the layer whose cache this one reads, or None.
 
@@ -58,23 +60,33 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.shape = LayerShape(self.num_heads, self.num_kv_heads, head_size)
-
         if attn_type != AttentionType.DECODER:
             refuse("attention type", str(getattr(attn_type, "value", attn_type)), "decoder is supported")
-        sinks = extra.pop("sinks", None)
-        problem = problem_of(
-            self.shape,
-            # vLLM builds the model under this default: it is the dtype of weights and activations.
-            dtype=torch.get_default_dtype(),
-            kv_cache_dtype=kv_cache_dtype,
+        self.sinks = extra.pop("sinks", None)  # Filled in later, in place: read at launch.
+        if self.sinks is not None and tuple(self.sinks.shape) != (num_heads,):
+            refuse("sinks", list(self.sinks.shape), f"one for each of {num_heads} query heads")
+        dtype = torch.get_default_dtype()  # vLLM builds the model under it: that of weights and activations.
+        self.shape = LayerShape(
+            self.num_heads,
+            self.num_kv_heads,
+            head_size,
+            dtype=dtype_name(dtype),
+            kv_dtype=kv_dtype_name(kv_cache_dtype, dtype),
             window=sliding_window,
-            soft_cap=logits_soft_cap,
-            has_sinks=sinks is not None,
+            soft_cap=logits_soft_cap or None,  # 0 is vLLM's other "none".
+            sinks_dtype=None if self.sinks is None else dtype_name(self.sinks.dtype),
             has_alibi=alibi_slopes is not None,
         )
-        if reason := ops.unsupported_reason(problem, DeviceSpec.of(torch.device(current_platform.device_type))):
+        _refuse_block_size()
+        problem = problem_of(self.shape)
+        device = torch.device(current_platform.device_type)
+        if reason := ops.unsupported_reason(problem, DeviceSpec.of(device)):
             raise UnsupportedError(reason)
+        # vLLM passes an 8-bit cache as uint8.
+        self._stored_as = getattr(torch, problem.kv_dtype) if problem.is_quantized else None
+        self._slopes = None
+        if alibi_slopes is not None:
+            self._slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         for name, value in extra.items():
             # Absent, off, and -1 (chunk_lookback) are how models spell "not used".
             if value is not None and value is not False and not (isinstance(value, int) and value < 0):
@@ -104,9 +116,10 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             refuse("fused output quantization", "an output scale", "the kernels write the model's dtype")
+        stored_as = self._stored_as
         return ops.paged_attention(
             query,
-            kv_cache,
+            kv_cache.view(stored_as) if stored_as else kv_cache,
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
@@ -114,6 +127,10 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
             max_seqlen_k=attn_metadata.max_seq_len,
             out=output,
             softmax_scale=self.scale,
+            sinks=self.sinks,
+            alibi_slopes=self._slopes,
+            k_scale=layer._k_scale if stored_as else None,
+            v_scale=layer._v_scale if stored_as else None,
             plan=attn_metadata.plans[self.shape],
         )
 
@@ -126,4 +143,16 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write ``key`` and ``value`` ``[T, HK, D]`` to their slots, as many as there are; -1 is skipped."""
-        ops.paged_cache_write(key, value, kv_cache, slot_mapping)
+        if self._stored_as is None:
+            ops.paged_cache_write(key, value, kv_cache, slot_mapping)
+        else:
+            stored = kv_cache.view(self._stored_as)
+            ops.paged_cache_write(key, value, stored, slot_mapping, k_scale=layer._k_scale, v_scale=layer._v_scale)
+
+
+def _refuse_block_size() -> None:
+    """By name and with a remedy; vLLM's CPU platform would find no common block size, after the model has loaded."""
+    config = get_current_vllm_config_or_none()
+    block_size = None if config is None else config.cache_config.block_size
+    if block_size is not None and (reason := page_size_refusal(block_size)):
+        raise UnsupportedError(reason)

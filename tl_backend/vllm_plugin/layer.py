@@ -20,11 +20,20 @@ OTHER_BACKEND = "Serve this model with another attention backend."
 
 
 class LayerShape(NamedTuple):
-    """What tells the problems of a KV-cache group apart, and leads a layer to its plan. Hashed every call: a tuple."""
+    """What tells the problems of a KV-cache group apart, and leads a layer to its plan. Hashed every call: a tuple.
+
+    Attributes: as those of ``AttentionProblem``.
+    """
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: str
+    kv_dtype: str
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks_dtype: str | None = None
+    has_alibi: bool = False
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,45 +41,35 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def kv_dtype_name(kv_cache_dtype: str, dtype: torch.dtype) -> str:
+    """The cache's dtype as ``AttentionProblem`` has it: "auto" is ``dtype``, "fp8" the platform's e4m3."""
+    if kv_cache_dtype == "auto":
+        return dtype_name(dtype)
+    if kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        from vllm.platforms import current_platform
+
+        return dtype_name(current_platform.fp8_dtype())  # e4m3fnuz on gfx94x
+    return "float8_e5m2" if kv_cache_dtype == "fp8_e5m2" else kv_cache_dtype
+
+
 def problem_of(
-    shape: LayerShape,
-    *,
-    dtype: torch.dtype,
-    kv_cache_dtype: str = "auto",
-    page_size: int = PAGE_SIZE_STEP,
-    head_dim_v: int | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    has_sinks: bool = False,
-    has_alibi: bool = False,
+    shape: LayerShape, *, page_size: int = PAGE_SIZE_STEP, head_dim_v: int | None = None
 ) -> AttentionProblem:
     """The problem of a decoder layer.
 
     Args:
-        shape: heads and head size on this rank.
-        dtype: of the model's activations, which queries and output have.
-        kv_cache_dtype: as vLLM spells it; "auto" is ``dtype``.
+        shape: heads, head size, dtypes and features of the layer on this rank.
         page_size: tokens in a kernel block. The Impl does not know it yet and takes the smallest.
         head_dim_v: default ``shape.head_dim``.
-        window, soft_cap, has_sinks, has_alibi: as ``AttentionProblem`` has them; a cap of 0 is vLLM's other "none".
 
     Raises:
         InvalidInputError, UnsupportedError: as ``AttentionProblem``.
     """
-    name = dtype_name(dtype)
     return AttentionProblem(
-        num_q_heads=shape.num_q_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        **shape._asdict(),
         head_dim_v=shape.head_dim if head_dim_v is None else head_dim_v,
-        dtype=name,
-        kv_dtype=name if kv_cache_dtype == "auto" else kv_cache_dtype,
-        out_dtype=name,
+        out_dtype=shape.dtype,
         page_size=page_size,
-        window=window,
-        soft_cap=soft_cap or None,
-        has_sinks=has_sinks,
-        has_alibi=has_alibi,
     )
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 NAME = "TILELANG"
 BACKEND_PATH = "tl_backend.vllm_plugin.backend.TileLangBackend"
 REFUSED_PATH = "tl_backend.vllm_plugin.refused.RefusedBackend"
-CPU_CHOICE_PATH = "tl_backend.vllm_plugin.cpu_choice.CPUAttentionBackend"
+CPU_CHOICE_PATH = "tl_backend.vllm_plugin.cpu_choice"
+CPU_MEMBERS = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM formats and shows only loggers below its own.
 _said: set[str] = set()
@@ -77,8 +78,9 @@ def _register(path: str) -> None:
     # value of a member that a plugin added means nothing.
     copyreg.pickle(AttentionBackendEnum, _reduce)
     if _is_cpu():
-        # The CPU platform ignores the name and always takes CPU_ATTN; cpu_choice decides what that is.
-        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_CHOICE_PATH)
+        # The CPU platform ignores the name and takes its own; cpu_choice decides what they are.
+        for member in CPU_MEMBERS:
+            register_backend(AttentionBackendEnum[member], f"{CPU_CHOICE_PATH}.{member}")
     elif path == BACKEND_PATH and Settings.from_env().cpu:
         _say_once("TL_BACKEND_CPU=1 has no effect: this is not vLLM's CPU platform.", logging.WARNING)
     if path == BACKEND_PATH:
