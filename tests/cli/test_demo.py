@@ -97,7 +97,7 @@ def test_each_failure_is_told(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_stops_what_was_started(served: pytest.MonkeyPatch, tmp_path: Path, number: int) -> None:
     served.setenv("FAKE_MODE", "hangs")
     log = tmp_path / "logs" / "vllm-tilelang.log"
@@ -127,6 +127,22 @@ def test_a_missing_compiler_is_told(
         served.delenv(name, raising=False)
     assert demo.main([]) == 1
     assert "compiler: got no g++" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert demo.main(["--log-dir", str(tmp_path / "file" / "logs")]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Failed. [Errno 20] Not a directory:" in out
+    assert "Traceback" not in out
+
+
+def test_no_room_for_temporary_files_is_told(
+    served: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    served.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert demo.main([]) == 1
+    assert "Failed. [Errno 2] No such file or directory:" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("missing", ["vllm", "torch"])

@@ -67,14 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tl_backend.cli.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--log-dir", type=Path, help="keep the servers' logs here")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # A closed terminal, too, leaves no server behind.
+        signal.signal(ending, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="tl-backend-demo-") as folder:
             run(Path(folder), options.log_dir)
     except KeyboardInterrupt:
         console.print("\nInterrupted; what was started has been stopped.")
         return INTERRUPTED
-    except TLBackendError as error:
+    except (TLBackendError, OSError) as error:
         console.print(f"\n[bold red]Failed.[/] {escape(str(error))}", soft_wrap=True)
         return 1
     return 0
