@@ -5,13 +5,11 @@ Run ``python -m benchmarks.decode --out benchmarks/results/decode_h200.json``.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import as_graph, ceilings, ratio, relative_rms, time_ms, write_results
-from benchmarks.workload import Batch, Workload, compile_all, problem
+from benchmarks.harness import as_graph, ratio, relative_rms, time_ms
+from benchmarks.workload import Batch, Workload, problem, run
 
 TOLERANCE = 4e-3  # relative RMS of bf16 attention against float64
 
@@ -55,27 +53,15 @@ def measure(workload: Workload) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """Measure, print and write all rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    out = parser.parse_args().out
-    compile_all((workload.problem for workload in workloads()), ("decode", "decode_combine"))
-    ceiling, rows = ceilings(), []
-    print(f"copy {ceiling['copy_tbps']:.2f} TB/s")
-    for workload in workloads():
-        row = measure(workload)
-        rows.append(row)
-        peer = f"  {row['times_fa3']['median']:.2f} x FA3" if "times_fa3" in row else ""
-        share = row["tilelang_tbps"] / ceiling["copy_tbps"]
-        print(
-            f"{row['name']:18} page {row['page_size']:<4} {row['tilelang_us']:8.1f} us  "
-            f"{row['tilelang_tbps']:5.2f} TB/s  {share:5.0%} of copy{peer}",
-            flush=True,
-        )
-    if out is not None:
-        write_results(out, rows, ceiling)
+def show(row: dict[str, Any], ceiling: dict[str, float]) -> str:
+    """A row as a line of the table."""
+    share = row["tilelang_tbps"] / ceiling["copy_tbps"]
+    return (
+        f"{row['name']:18} page {row['page_size']:<4} {row['tilelang_us']:8.1f} us  "
+        f"{row['tilelang_tbps']:5.2f} TB/s  {share:5.0%} of copy"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    assert __doc__
+    run(__doc__, workloads(), ("decode", "decode_combine"), measure, show)

@@ -5,13 +5,11 @@ Run ``python -m benchmarks.prefill --out benchmarks/results/prefill_h200.json``.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ceilings, ratio, relative_rms, time_ms, write_results
-from benchmarks.workload import Batch, Workload, compile_all, problem
+from benchmarks.harness import ratio, relative_rms, time_ms
+from benchmarks.workload import Batch, Workload, problem, run
 
 TOLERANCE = 4e-3  # relative RMS of bf16 attention against float64
 VARLEN = (100, 2000, 513, 3000, 77, 1500)
@@ -77,27 +75,15 @@ def measure(workload: Workload) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """Measure, print and write all rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    out = parser.parse_args().out
-    compile_all((workload.problem for workload in workloads()), ("prefill",))
-    ceiling, rows = ceilings(), []
-    print(f"matmul {ceiling['matmul_tflops']:.0f} TFLOP/s, copy {ceiling['copy_tbps']:.2f} TB/s")
-    for workload in workloads():
-        row = measure(workload)
-        rows.append(row)
-        peer = f"  {row['times_fa3']['median']:.2f} x FA3" if "times_fa3" in row else ""
-        share = row["tilelang_tflops"] / ceiling["matmul_tflops"]
-        print(
-            f"{row['name']:22} page {row['page_size']:<4} {row['tilelang_ms'] * 1e3:9.0f} us  "
-            f"{row['tilelang_tflops']:6.0f} TFLOP/s  {share:5.0%} of matmul{peer}",
-            flush=True,
-        )
-    if out is not None:
-        write_results(out, rows, ceiling)
+def show(row: dict[str, Any], ceiling: dict[str, float]) -> str:
+    """A row as a line of the table."""
+    share = row["tilelang_tflops"] / ceiling["matmul_tflops"]
+    return (
+        f"{row['name']:22} page {row['page_size']:<4} {row['tilelang_ms'] * 1e3:9.0f} us  "
+        f"{row['tilelang_tflops']:6.0f} TFLOP/s  {share:5.0%} of matmul"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    assert __doc__
+    run(__doc__, workloads(), ("prefill",), measure, show)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.harness import Launch
+from benchmarks.harness import Launch, ceilings, write_results
 from tl_backend.device import DeviceSpec
 from tl_backend.ops import AttentionWorkspace, paged_attention, plan_attention
 from tl_backend.ops.compiled import KINDS
@@ -68,6 +71,29 @@ def compile_all(problems: Iterable[AttentionProblem], kinds: tuple[str, ...] = K
     print()
     if errors:
         raise SystemExit("\n".join(errors.values()))
+
+
+def run(
+    description: str,
+    workloads: list[Workload],
+    kinds: tuple[str, ...],
+    measure: Callable[[Workload], dict[str, Any]],
+    show: Callable[[dict[str, Any], dict[str, float]], str],
+) -> None:
+    """The program of a benchmark: compile, measure the ceilings and every workload, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    out = parser.parse_args().out
+    compile_all((workload.problem for workload in workloads), kinds)
+    ceiling, rows = ceilings(), []
+    print(f"matmul {ceiling['matmul_tflops']:.0f} TFLOP/s, copy {ceiling['copy_tbps']:.2f} TB/s")
+    for workload in workloads:
+        row = measure(workload)
+        rows.append(row)
+        peer = f"  {row['times_fa3']['median']:.2f} x FA3" if "times_fa3" in row else ""
+        print(show(row, ceiling) + peer, flush=True)
+    if out is not None:
+        write_results(out, rows, ceiling)
 
 
 class Batch:
