@@ -25,7 +25,7 @@ class Launcher:
     """A compiled kernel as a function of its arguments: addresses and scalars, in the program's order.
 
     Launches on torch's current stream of the current device. TileLang's own wrapper checks and converts every argument
-    anew, for some 25 us a call; ctypes, told the types once, takes 3.
+    anew, which took 28 us a launch of 20 arguments beside an H200; ctypes is told the types once.
 
     Args:
         kernel: from ``tilelang.compile`` with the "cython" execution backend.
