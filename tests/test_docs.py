@@ -35,3 +35,10 @@ def test_files_that_are_named_exist(page: Path) -> None:
 def test_make_targets_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^    |`)make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE)) <= targets
+
+
+def test_tests_that_are_named_exist() -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "docs" / "cases.md").read_text())
+    assert named
+    missing = {(file, test) for file, test in named if f"def {test}(" not in (ROOT / file).read_text()}
+    assert missing == set()
