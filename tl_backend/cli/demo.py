@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tl_backend.cli.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--log-dir", type=Path, help="keep the servers' logs here")
     options = parser.parse_args(argv)
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # A closed terminal, too, leaves no server behind.
+    # A closed terminal, too, leaves no server behind. A shell starts background jobs with SIGINT ignored.
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="tl-backend-demo-") as folder:

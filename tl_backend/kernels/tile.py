@@ -82,14 +82,23 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         # Rows past the sequence's end repeat its last key, and rows before the window its first one: no block-table
         # entry past the end is read, and no slot that is not written yet, or freed and used by another, which may hold
         # NaN.
+        # Element and store in one statement: through a variable, the load would be no cp.async.
         for j, d in parallel(block_n, head_dim):
-            stored = KV[
-                block_table[request, visible(key0 + j, position0, seq_len) // page_size],
-                kv_head,
-                visible(key0 + j, position0, seq_len) % page_size,
-                column + d,
-            ]
-            tile_ND[j, d] = stored if float8 is None else T.cast(float8.decode(stored), dtype)
+            if float8 is None:
+                tile_ND[j, d] = KV[
+                    block_table[request, visible(key0 + j, position0, seq_len) // page_size],
+                    kv_head,
+                    visible(key0 + j, position0, seq_len) % page_size,
+                    column + d,
+                ]
+            else:
+                stored = KV[
+                    block_table[request, visible(key0 + j, position0, seq_len) // page_size],
+                    kv_head,
+                    visible(key0 + j, position0, seq_len) % page_size,
+                    column + d,
+                ]
+                tile_ND[j, d] = T.cast(float8.decode(stored), dtype)
 
     def to_log2(softmax_scale):
         """What turns a score into the exponent of 2."""
