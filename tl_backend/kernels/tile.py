@@ -37,7 +37,6 @@ class TileProgram:
     log_sum_exp: Any
     first_tile: Any
     end_key: Any
-    scores_are_logits: bool
 
 
 def kv_shape(problem: AttentionProblem) -> list[int]:
@@ -274,5 +273,4 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         log_sum_exp=log_sum_exp,
         first_tile=first_tile,
         end_key=end_key,
-        scores_are_logits=scores_are_logits,
     )
