@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tl_backend.configs.tile import TileConfig, first_legal, heads_per_tile
+from tl_backend.configs.tile import TileConfig, copies_whole_tiles, first_legal, heads_per_tile
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
@@ -43,7 +43,7 @@ def _shapes(problem: AttentionProblem, device: DeviceSpec) -> tuple[tuple[int, i
     # size 128 the output takes the registers that 128 columns of scores would need.
     if problem.head_dim > 128:
         return ((128, 64, 256), (64, 64, 128), (64, 32, 128))
-    if problem.page_size % 128 == 0 and not problem.is_quantized and problem.window is None:
+    if copies_whole_tiles(problem, 128):
         # 384 threads gather the tail of 128 keys in whole vectors only at these head sizes; at others (80, 112)
         # TileLang 0.1.12 lets the surplus threads write past their rows.
         return ((192, 128, 384), (128, 128, 256)) if problem.head_dim in (32, 48, 64, 96, 128) else ((128, 128, 256),)
@@ -59,5 +59,4 @@ def _num_stages(problem: AttentionProblem, block_n: int, device: DeviceSpec) -> 
         return 0
     # With one buffer the next tile's load starts as soon as its matmul has read it. A second pays where TMA fills it
     # and it costs no resident block: above head size 128.
-    copied = problem.page_size % block_n == 0 and not problem.is_quantized and problem.window is None
-    return 2 if device.arch == "sm_90" and problem.head_dim > 128 and copied else 1
+    return 2 if device.arch == "sm_90" and problem.head_dim > 128 and copies_whole_tiles(problem, block_n) else 1
