@@ -58,6 +58,11 @@ class DeviceSpec:
         return self.vendor != "cpu"
 
     @property
+    def has_tma(self) -> bool:
+        """Whether block copies to shared memory are asynchronous and end at a barrier."""
+        return self.vendor == "nvidia" and self.arch not in ("sm_80", "sm_86", "sm_89")
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """Dtypes that attention kernels take here: the C target's code generator has float32 only."""
         return ("float16", "bfloat16") if self.is_gpu else ("float32",)

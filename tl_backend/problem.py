@@ -10,14 +10,11 @@ from dataclasses import dataclass
 
 from tl_backend.errors import InvalidInputError, UnsupportedError, describe
 
-HEAD_DIM_STEP = 16
-MIN_HEAD_DIM = 32
-MAX_HEAD_DIM = 256
+# Multiples of 16, and the one above 256 that models have (Gemma 4's global layers).
+SUPPORTED_HEAD_DIMS = (*range(32, 257, 16), 512)
 PAGE_SIZE_STEP = 16
 DTYPES = ("float16", "bfloat16", "float32")
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
-
-SUPPORTED_HEAD_DIMS = tuple(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +26,13 @@ class AttentionProblem:
     Attributes:
         num_q_heads: query heads on this rank.
         num_kv_heads: key/value heads on this rank; divides ``num_q_heads``.
-        head_dim: elements of a query and key head, a multiple of 16 in 32..256.
+        head_dim: elements of a query and key head, one of ``SUPPORTED_HEAD_DIMS``.
         head_dim_v: elements of a value head; must equal ``head_dim``.
         dtype: of queries, "float16", "bfloat16" or "float32".
         kv_dtype: of the cache: ``dtype``, or an 8-bit float, whose scales are read on the device at each launch.
         out_dtype: of the output; must equal ``dtype``.
-        page_size: tokens in a KV-cache block, a multiple of 16.
+        page_size: tokens in a KV-cache block, a multiple of 16; None where keys and values are no cache, but two
+            contiguous tensors with the rows of one request after another.
         causal: bottom-right aligned causal mask.
         window: sliding window W: a causal query at position p attends to keys p - W + 1 ... p, a non-causal one to
             p - W + 1 ... p + W - 1. None for all.
@@ -55,7 +53,7 @@ class AttentionProblem:
     dtype: str
     kv_dtype: str
     out_dtype: str
-    page_size: int
+    page_size: int | None
     causal: bool = True
     window: int | None = None
     soft_cap: float | None = None
@@ -82,6 +80,11 @@ class AttentionProblem:
         return self.kv_dtype in FLOAT8_DTYPES
 
     @property
+    def is_paged(self) -> bool:
+        """Whether keys and values lie in the blocks of a cache."""
+        return self.page_size is not None
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one kv head (the GQA ratio)."""
         return self.num_q_heads // self.num_kv_heads
@@ -94,14 +97,14 @@ def head_dim_refusal(head_dim: int) -> str | None:
     return describe(
         "head size",
         value=head_dim,
-        limit=f"multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} are supported",
+        limit="multiples of 16 from 32 to 256, and 512, are supported",
         remedy="Serve this model with another attention backend.",
     )
 
 
-def page_size_refusal(page_size: int) -> str | None:
+def page_size_refusal(page_size: int | None) -> str | None:
     """Why no kernel serves this page size, or None."""
-    if page_size > 0 and page_size % PAGE_SIZE_STEP == 0:
+    if page_size is None or (page_size > 0 and page_size % PAGE_SIZE_STEP == 0):
         return None
     return describe(
         "page size",

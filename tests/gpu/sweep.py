@@ -1,4 +1,4 @@
-"""The kernels on a GPU under the poison harness: 150 problems in float16 and bfloat16, and extremes.
+"""The kernels on a GPU under the poison harness: 190 problems in float16 and bfloat16, and extremes.
 
 Run ``python -m tests.gpu.sweep --out FILE.json``; ``--device cpu`` runs a handful on the C target, to try the program
 itself. Everything is compiled first, side by side, into TileLang's disk cache (``TILELANG_CACHE_DIR``). Prints a table,
@@ -30,6 +30,7 @@ from tl_backend.errors import TLBackendError
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.prepare import fill_disk_cache
 from tl_backend.testing.cases import KV_LAYOUTS
+from tl_backend.testing.contiguous import check_varlen
 from tl_backend.testing.poison import TOLERANCES, check_attention, check_cache_write
 from tl_backend.testing.problems import Work, cpu_work, gpu_work, name
 
@@ -70,12 +71,13 @@ def check_work(work: Work, device: torch.device) -> Iterator[Row]:
     for case in work.cases:
         error, message = None, ""
         try:
-            error = check_attention(work.problem, case, device).error
+            check = check_attention if work.problem.is_paged else check_varlen
+            error = check(work.problem, case, device).error
         except (AssertionError, TLBackendError, RuntimeError) as failure:
             message = f"{type(failure).__name__}: {failure}"
         yield Row(problem=name(work.problem), case=str(case), error=error, tolerance=tolerance, message=message)
-    if "cache_write" in work.kinds:
-        page = work.problem.page_size
+    page = work.problem.page_size
+    if page is not None and "cache_write" in work.kinds:
         slots = [
             0,
             page - 1,

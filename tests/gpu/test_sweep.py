@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# More would not compile in five minutes on 16 cores.
-MAX_KERNELS = 300
+# More would not compile in six minutes on 16 cores.
+MAX_KERNELS = 330
 WORK, EXTREMES = gpu_work(), extremes("bfloat16")
 
 
@@ -44,9 +44,9 @@ def test_extreme(compiled, extreme) -> None:
     assert not row.message, str(row)
 
 
-def test_there_are_150_problems_of_both_dtypes() -> None:
+def test_there_are_160_problems_of_both_dtypes() -> None:
     problems = gpu_problems()
-    assert len(set(problems)) == len(problems) >= 150
+    assert len(set(problems)) == len(problems) == 160
     for field, least in (("dtype", 60), ("causal", 40)):
         values = [getattr(problem, field) for problem in problems]
         assert all(values.count(value) >= least for value in set(values)), field

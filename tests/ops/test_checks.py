@@ -82,7 +82,7 @@ MALFORMED = {
     "cu_seqlens_q that falls": ({"cu_seqlens_q": int32(0, 3, 2)}, r"cu_seqlens_q: .* shortest step -1"),
     "cu_seqlens_q past the rows of q": (
         {"cu_seqlens_q": int32(0, 2, 6)},
-        r"cu_seqlens_q: got 0 \.\.\. 6.*the 5 rows of q",
+        r"cu_seqlens_q: got 0 \.\.\. 6.*the 5 rows",
     ),
     "seq_lens of int64": ({"seq_lens": torch.tensor([2, 20])}, r"seq_lens: got int64 \[2\]; int32 with 1 dimension"),
     "max_seqlen_q too small": (

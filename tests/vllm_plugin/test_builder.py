@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -225,7 +226,7 @@ def test_the_largest_step_of_the_scheduler_fits(config, layers, prepared):
 @pytest.mark.parametrize("causal", [False, torch.tensor([True, True])], ids=["no", "by request"])
 def test_steps_that_are_not_causal_are_refused(config, layers, prepared, causal):
     builder = TileLangMetadataBuilder(spec(), layers((4, 2, 32)), config, CPU)
-    with pytest.raises(UnsupportedError, match=r"causal: got .*; every request of a step must be causal\. Serve"):
+    with pytest.raises(UnsupportedError, match=r"causal: got .*; this group's layers are causal\. Serve"):
         builder.build(0, common([1, 3], [2, 3], causal=causal))
 
 
@@ -236,14 +237,13 @@ def test_steps_that_are_not_causal_are_refused(config, layers, prepared, causal)
         (spec(block_size=24), "page size: got 24; positive multiples of 16 are supported. Pass --block-size 16"),
         (spec(attention_chunk_size=64), "KV-cache spec's attention_chunk_size: got 64; no kernel has it yet. Serve"),
         (spec(non_causal=True), "KV-cache spec's non_causal: got True; no kernel has it yet. Serve"),
-        (spec(head_size=512), "head size: got 512; multiples of 16 from 32 to 256 are supported. Serve"),
+        (spec(head_size=272), "head size: got 272; multiples of 16 from 32 to 256, and 512, are supported. Serve"),
         (
             ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=64),
-            "KV-cache spec: got ChunkedLocalAttentionSpec; FullAttentionSpec and SlidingWindowSpec are supported.",
+            "KV-cache spec: got ChunkedLocalAttentionSpec; FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec, ",
         ),
-        (SinkFullAttentionSpec(**SPEC, sink_len=4), "KV-cache spec: got SinkFullAttentionSpec; FullAttentionSpec and"),
-        (MLAAttentionSpec(**SPEC), "KV-cache spec: got MLAAttentionSpec; FullAttentionSpec and"),
-        (CrossAttentionSpec(**SPEC), "KV-cache spec: got CrossAttentionSpec; FullAttentionSpec and"),
+        (SinkFullAttentionSpec(**SPEC, sink_len=4), "KV-cache spec: got SinkFullAttentionSpec; FullAttentionSpec, "),
+        (MLAAttentionSpec(**SPEC), "KV-cache spec: got MLAAttentionSpec; FullAttentionSpec, "),
     ],
     ids=lambda v: v.split(":")[0] if isinstance(v, str) else "",
 )
@@ -290,10 +290,25 @@ def test_features_of_the_run_are_refused_by_name(run_config, message, switch_on)
     assert str(caught.value).startswith(message)
 
 
-def test_batch_invariance_is_refused(run_config, monkeypatch):
+def test_batch_invariance_sends_decodes_through_the_prefill(config, layers, prepared, monkeypatch):
+    names = layers((4, 2, 32))
+    (plan,) = TileLangMetadataBuilder(spec(), names, config, CPU).build(0, common([1, 1], [60, 9])).plans.values()
+    assert plan.prefill is None
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
-    with pytest.raises(UnsupportedError, match="VLLM_BATCH_INVARIANT: got True; only False is supported"):
-        refuse_run(run_config)
+    (plan,) = TileLangMetadataBuilder(spec(), names, config, CPU).build(0, common([1, 1], [60, 9])).plans.values()
+    assert plan.decode is None
+    assert plan.prefill is not None
+
+
+@pytest.mark.parametrize(
+    ("kv_spec", "is_paged"), [(CrossAttentionSpec(**SPEC), True), (EncoderOnlyAttentionSpec(**SPEC), False)]
+)
+def test_layers_that_are_not_causal(config, prepared, kv_spec, is_paged):
+    builder = TileLangMetadataBuilder(kv_spec, ["placeholder"], config, CPU)
+    assert [(problem.causal, problem.is_paged) for problem in prepared] == [(False, is_paged)]
+    builder.build(0, common([1, 3], [2, 3], causal=False))
+    with pytest.raises(UnsupportedError, match="causal: got True; this group's layers are not causal"):
+        builder.build(0, common([1, 3], [2, 3]))
 
 
 def test_a_real_config_is_read_as_the_stand_in_is(config):

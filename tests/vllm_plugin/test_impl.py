@@ -79,10 +79,9 @@ def test_ways_to_say_not_used(changes):
         ({"kv_cache_dtype": "bfloat16"}, "KV-cache dtype: got bfloat16; it must equal the query dtype, float32. Pass"),
         ({"sliding_window": 0}, "sliding window: got 0; at least 1 key. Pass"),
         ({"logits_soft_cap": -1.0}, "logits soft cap: got -1.0; it must be positive and finite. Pass"),
-        ({"head_size": 512}, "head size: got 512; multiples of 16 from 32 to 256 are supported. Serve"),
-        ({"head_size": 72}, "head size: got 72; multiples of 16 from 32 to 256 are supported. Serve"),
-        ({"attn_type": "encoder"}, "attention type: got encoder; decoder is supported. Serve"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type: got encoder_only; decoder is supported. Serve"),
+        ({"head_size": 272}, "head size: got 272; multiples of 16 from 32 to 256, and 512, are supported. Serve"),
+        ({"head_size": 72}, "head size: got 72; multiples of 16 from 32 to 256, and 512, are supported. Serve"),
+        ({"attn_type": "encoder"}, "attention type: got encoder; decoder, encoder_only, encoder_decoder are supported"),
         (
             {"chunk_lookback": 2},
             "attention argument chunk_lookback: got 2; the TileLang backend does not know it. Serve",

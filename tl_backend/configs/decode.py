@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tl_backend.configs.tile import TileConfig, first_legal
+from tl_backend.configs.tile import TileConfig, even_heads, first_legal, wide_tiles
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
@@ -30,6 +30,8 @@ def default_decode_tile(problem: AttentionProblem, device: DeviceSpec) -> TileCo
     Raises:
         UnsupportedError: no tile fits the device's shared memory.
     """
+    if problem.head_dim > 256 and device.is_gpu:
+        return first_legal(wide_tiles(problem, device), problem, device)
     if device.is_gpu:
         # 64 rows, though a group has fewer: each of four warps owns 16 whole rows, so that a row's softmax stays in its
         # warp.
@@ -62,12 +64,6 @@ def combine_threads(problem: AttentionProblem) -> int:
     TileLang finds no layout for more elements than threads where the one is no multiple of the other.
     """
     return max(64, 1 << (problem.head_dim - 1).bit_length())
-
-
-def even_heads(group_size: int, block_m: int) -> int:
-    """Query heads of a tile when a group is cut into as few equal tiles as hold it: 71 in 64 rows go as 2 x 36."""
-    tiles = -(-group_size // block_m)
-    return -(-group_size // tiles)
 
 
 def num_splits(num_requests: int, lanes: int, max_seqlen_k: int, device: DeviceSpec) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tl_backend.configs.tile import TileConfig, copies_whole_tiles, first_legal, heads_per_tile
+from tl_backend.configs.tile import TileConfig, copies_whole_tiles, first_legal, heads_per_tile, wide_tiles
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
@@ -13,6 +13,8 @@ def default_prefill_config(problem: AttentionProblem, device: DeviceSpec) -> Til
     Raises:
         UnsupportedError: no tile fits the device's shared memory.
     """
+    if problem.head_dim > 256 and device.is_gpu:
+        return first_legal(wide_tiles(problem, device), problem, device)
     return first_legal(
         [
             TileConfig(
@@ -50,7 +52,7 @@ def _shapes(problem: AttentionProblem, device: DeviceSpec) -> tuple[tuple[int, i
     # The gather of small pages synchronises a block at every tile: several small blocks overlap each other instead.
     # Pages of 64 tokens get a tile that no page holds, since the gather of 128 keys beats the copy of 64 (409 against
     # 307 TFLOP/s).
-    block_n = 128 if problem.page_size % 64 == 0 else 64
+    block_n = 128 if (problem.page_size or 0) % 64 == 0 else 64
     return ((64, block_n, 128), (64, 32, 128))
 
 

@@ -22,6 +22,8 @@ class TileConfig:
         heads_per_tile: query heads of one kv head that share a tile.
         num_stages: depth of the K/V pipeline.
         threads: of a block; ignored by the C target.
+        splits_columns: warps share the rows of a tile and split its columns, and the softmax's weights go through
+            shared memory: for outputs of more columns than the registers of one warp hold.
     """
 
     block_m: int
@@ -29,6 +31,7 @@ class TileConfig:
     heads_per_tile: int
     num_stages: int
     threads: int
+    splits_columns: bool = False
 
     @property
     def tokens_per_tile(self) -> int:
@@ -46,13 +49,16 @@ class TileConfig:
         """Bytes of shared memory: Q, the stages of K and V, and what TileLang adds.
 
         The tail of whole tiles lies where K was. TileLang adds barriers where TMA copies, 16 bytes a stage each of K
-        and V, and on AMD 8 bytes a thread, through which rows are reduced.
+        and V, and 8 bytes a thread, through which rows are reduced, on AMD and where warps split the columns.
         """
         stages = max(1, self.num_stages)
-        tiles = (self.block_m + 2 * self.block_n * stages) * problem.head_dim * ELEMENT_BYTES[problem.dtype]
-        if device.vendor == "amd":
-            return tiles + 8 * self.threads
-        return tiles + 2 * 16 * stages
+        elements = (self.block_m + 2 * self.block_n * stages) * problem.head_dim
+        if self.splits_columns:
+            elements += self.block_m * self.block_n
+        tiles = elements * ELEMENT_BYTES[problem.dtype]
+        reduction = 8 * self.threads if device.vendor == "amd" or self.splits_columns else 0
+        barriers = 2 * 16 * stages if device.has_tma else 0
+        return tiles + reduction + barriers
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """Why this config cannot run, or None."""
@@ -67,11 +73,12 @@ class TileConfig:
 
 
 def copies_whole_tiles(problem: AttentionProblem, block_n: int) -> bool:
-    """Whether one block copy (TMA, where there is TMA) fetches a KV tile: where every tile lies in one page.
+    """Whether one block copy (TMA, where there is TMA) fetches a KV tile: where no tile crosses pages.
 
     Not where elements are converted on the way, nor where a tile may begin before the window, in slots that are freed.
     """
-    return problem.page_size % block_n == 0 and not problem.is_quantized and problem.window is None
+    crosses_pages = problem.page_size is not None and problem.page_size % block_n != 0
+    return not crosses_pages and not problem.is_quantized and problem.window is None
 
 
 def heads_per_tile(group_size: int, block_m: int) -> int:
@@ -87,6 +94,37 @@ def heads_per_tile(group_size: int, block_m: int) -> int:
 
     legal = range(1, min(group_size, block_m) + 1)
     return max(heads for heads in legal if heads == 1 or efficiency(heads) >= MIN_PACKING_EFFICIENCY)
+
+
+def even_heads(group_size: int, block_m: int) -> int:
+    """Query heads of a tile when a group is cut into as few equal tiles as hold it: 71 in 64 rows go as 2 x 36."""
+    tiles = -(-group_size // block_m)
+    return -(-group_size // tiles)
+
+
+def wide_tiles(problem: AttentionProblem, device: DeviceSpec) -> list[TileConfig]:
+    """Tiles for head sizes above 256, best first, for prefill and decode alike.
+
+    64 rows of 512 output columns would fill the registers of one warpgroup: on NVIDIA two, or four warps of fewer rows,
+    split the columns. A wave of AMD has twice the registers.
+    """
+    if device.vendor == "amd":
+        shapes = [(64, 32, 256, False), (16, 16, 64, False)]  # gfx950; the 64 KiB of the others.
+    elif device.arch == "sm_90":
+        shapes = [(64, 64, 256, True)]
+    else:
+        shapes = [(32, 32, 128, True), (16, 32, 128, True)]  # The last where TMA needs barriers in 99 KiB.
+    return [
+        TileConfig(
+            block_m=block_m,
+            block_n=block_n,
+            heads_per_tile=even_heads(problem.group_size, block_m),
+            num_stages=0 if device.vendor == "amd" else 1,
+            threads=threads,
+            splits_columns=splits_columns,
+        )
+        for block_m, block_n, threads, splits_columns in shapes
+    ]
 
 
 def first_legal(candidates: list[TileConfig], problem: AttentionProblem, device: DeviceSpec) -> TileConfig:

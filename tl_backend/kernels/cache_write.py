@@ -10,7 +10,6 @@ import tilelang.language as T
 from tl_backend.configs.cache_write import CacheWriteConfig
 from tl_backend.kernels.dialect import Dialect, vector
 from tl_backend.kernels.fp8 import FORMATS
-from tl_backend.kernels.tile import kv_shape
 from tl_backend.problem import AttentionProblem
 
 
@@ -45,9 +44,7 @@ def cache_write(problem: AttentionProblem, config: CacheWriteConfig, dialect: Di
     ):
         K = dialect.tensor(key_ptr, [num_kv_heads, head_dim], dtype, [key_stride_t, key_stride_h])
         V = dialect.tensor(value_ptr, [num_kv_heads, head_dim], dtype, [value_stride_t, value_stride_h])
-        KV = dialect.tensor(
-            kv_ptr, kv_shape(problem), dialect.kv_element(problem.kv_dtype), [kv_stride_b, kv_stride_h, kv_stride_s]
-        )
+        KV = dialect.kv_cache(kv_ptr, problem, [kv_stride_b, kv_stride_h, kv_stride_s])
         slot_mapping = vector(slot_mapping_ptr, "int64")
         k_scale = vector(k_scale_ptr, "float32")
         v_scale = vector(v_scale_ptr, "float32")

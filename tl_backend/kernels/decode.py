@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from tl_backend.configs.decode import DecodeConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
-from tl_backend.kernels.tile import ACCUM, LN2, LOG2E, kv_shape, tile_program
+from tl_backend.kernels.tile import ACCUM, LN2, LOG2E, tile_program
 from tl_backend.problem import AttentionProblem
 
 
@@ -28,7 +28,7 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
     dtype, head_dim, group = problem.dtype, problem.head_dim, problem.group_size
     num_heads, num_kv_heads, head_tiles = problem.num_q_heads, problem.num_kv_heads, tile.head_tiles(problem)
     lanes = num_kv_heads * head_tiles
-    quantized, kv_element = problem.is_quantized, dialect.kv_element(problem.kv_dtype)
+    quantized = problem.is_quantized
     has_sinks, sinks_dtype = problem.sinks_dtype is not None, problem.sinks_dtype or ACCUM
     adds_sinks = has_sinks and not config.split  # With pieces, the combine adds them.
 
@@ -63,7 +63,7 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
         lse_stride_h: T.int64,
     ):
         Q = dialect.tensor(q_ptr, [num_heads, head_dim], dtype, [q_stride_t, q_stride_h])
-        KV = dialect.tensor(kv_ptr, kv_shape(problem), kv_element, [kv_stride_b, kv_stride_h, kv_stride_s])
+        KV = program.keys(kv_ptr, kv_stride_b, kv_stride_h, kv_stride_s)
         O = dialect.tensor(o_ptr, [num_heads, head_dim], dtype, [o_stride_t, o_stride_h])
         # TileLang's wrapper wants a tensor for every pointer, used or not.
         lse = rows(lse_ptr, ACCUM, lse_stride_h)
@@ -92,8 +92,7 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
             heads_here = T.min(last_head - first_head + 1, heads)
             row = cu_seqlens_q[request]
             has_query = cu_seqlens_q[request + 1] > row
-            # vLLM's dummy runs ask for longer sequences than their block table holds.
-            seq_len = T.if_then_else(has_query, T.min(seq_lens[request], max_blocks * problem.page_size), 0)
+            seq_len = T.if_then_else(has_query, program.sequence_length(seq_lens, block_table, request, max_blocks), 0)
             first_tile = T.alloc_var("int32")
             first_tile = program.first_tile(seq_len - 1)
             num_tiles = T.ceildiv(seq_len, block_n)
@@ -112,7 +111,7 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
                 program.load_heads(slopes, slope_M, first_head, last_head)
             program.load_q(Q, q_MD, row, first_head, T.min(row, num_rows - 1), last_head)
             program.attend(
-                q_MD, KV, block_table, o_MD, max_M, sum_M, request, kv_head, seq_len - 1, seq_len,
+                q_MD, KV, KV, block_table, o_MD, max_M, sum_M, request, kv_head, seq_len - 1, seq_len,
                 tile_begin, tile_end, slope_M, scale,
             )  # fmt: skip
             if adds_sinks:

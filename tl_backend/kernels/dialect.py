@@ -14,6 +14,7 @@ import tilelang.language as T
 
 from tl_backend.device import DeviceSpec
 from tl_backend.kernels.fp8 import FORMATS
+from tl_backend.problem import AttentionProblem
 
 # Elements that strides of global tensors are counted in on a GPU: 8 elements of 16 bits are the 16 bytes of one vector
 # access. A stride passed in these units is provably aligned, so that TileLang emits 16-byte loads and cp.async.
@@ -46,10 +47,6 @@ class Dialect:
     def parallel(self, *extents: int) -> Any:
         return T.Parallel(*extents) if self.device.is_gpu else T.grid(*extents)
 
-    def kv_element(self, kv_dtype: str) -> str:
-        """What a cache of ``kv_dtype`` is read and written as: 8-bit floats as their bits."""
-        return "uint8" if kv_dtype in FORMATS else kv_dtype
-
     def tensor(self, pointer: Any, shape: list[int], dtype: str, strides: list[Any]) -> Any:
         """A global tensor at ``pointer`` whose first extent only the caller knows; ``shape`` holds the others.
 
@@ -57,6 +54,14 @@ class Dialect:
         is dense.
         """
         return T.make_tensor(pointer, [ANY, *shape], dtype, strides=[s * self.stride_unit for s in strides] + [1])
+
+    def kv_cache(self, pointer: Any, problem: AttentionProblem, strides: list[Any]) -> Any:
+        """The cache ``[num_blocks, HK, page, 2 * D]`` at ``pointer``, 8-bit floats as their bits.
+
+        ``strides`` are those of its blocks, heads and slots.
+        """
+        shape = [problem.num_kv_heads, problem.page_size, 2 * problem.head_dim]
+        return self.tensor(pointer, shape, "uint8" if problem.kv_dtype in FORMATS else problem.kv_dtype, strides)
 
 
 def vector(pointer: Any, dtype: str) -> Any:

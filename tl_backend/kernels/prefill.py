@@ -1,4 +1,6 @@
-"""Paged varlen prefill: every block takes one item of a work list, a tile of query tokens of one request.
+"""Varlen prefill over a paged cache, or over contiguous keys and values.
+
+Every block takes one item of a work list, a tile of query tokens of one request.
 
 Legend: T query rows, H query heads, HK kv heads, D head size, R requests, W work items.
 """
@@ -9,16 +11,18 @@ import tilelang.language as T
 
 from tl_backend.configs.tile import TileConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
-from tl_backend.kernels.tile import ACCUM, LN2, kv_shape, tile_program
+from tl_backend.kernels.tile import ACCUM, LN2, tile_program
 from tl_backend.problem import AttentionProblem
 
 
 def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> Any:
     """The prim_func.
 
-    Q ``[T, H, D]``, KV ``[num_blocks, HK, page, 2 * D]``, O ``[T, H, D]``, block_table int32 ``[R, max_blocks]``,
-    cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 2]`` of (request, first token), longest
-    first. Where the problem has them: lse float32 ``[H, T]`` (natural log), sinks and ALiBi slopes float32 ``[H]``.
+    Q ``[T, H, D]``, K the cache ``[num_blocks, HK, page, 2 * D]`` (V is not read), O ``[T, H, D]``, block_table int32
+    ``[R, max_blocks]``, cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 2]`` of (request,
+    first token), longest first. Where the problem is not paged: K and V ``[S, HK, D]``, and cu_seqlens_k int32
+    ``[R + 1]`` as the only column of block_table, which seq_lens is not read beside. Where the problem has them: lse
+    float32 ``[H, T]`` (natural log), sinks and ALiBi slopes float32 ``[H]``.
     """
     program = tile_program(problem, config, dialect)
     block_m, heads, tokens = config.block_m, config.heads_per_tile, config.tokens_per_tile
@@ -26,13 +30,14 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
     group, num_heads, num_kv_heads = problem.group_size, problem.num_q_heads, problem.num_kv_heads
     head_tiles = config.head_tiles(problem)
     lanes = num_kv_heads * head_tiles
-    quantized, kv_element = problem.is_quantized, dialect.kv_element(problem.kv_dtype)
+    quantized = problem.is_quantized
     has_sinks, sinks_dtype = problem.sinks_dtype is not None, problem.sinks_dtype or ACCUM
 
     @T.prim_func
     def prefill_kernel(
         q_ptr: T.ptr,
-        kv_ptr: T.ptr,
+        k_ptr: T.ptr,
+        v_ptr: T.ptr,
         o_ptr: T.ptr,
         lse_ptr: T.ptr,
         sinks_ptr: T.ptr,
@@ -49,16 +54,19 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
         softmax_scale: T.float32,
         q_stride_t: T.int64,
         q_stride_h: T.int64,
-        kv_stride_b: T.int64,
-        kv_stride_h: T.int64,
-        kv_stride_s: T.int64,
+        k_stride_b: T.int64,
+        k_stride_h: T.int64,
+        k_stride_s: T.int64,
+        v_stride_s: T.int64,
+        v_stride_h: T.int64,
         o_stride_t: T.int64,
         o_stride_h: T.int64,
         block_table_stride: T.int64,
         lse_stride_h: T.int64,
     ):
         Q = dialect.tensor(q_ptr, [num_heads, head_dim], dtype, [q_stride_t, q_stride_h])
-        KV = dialect.tensor(kv_ptr, kv_shape(problem), kv_element, [kv_stride_b, kv_stride_h, kv_stride_s])
+        K = program.keys(k_ptr, k_stride_b, k_stride_h, k_stride_s)
+        V = program.values(K, v_ptr, v_stride_s, v_stride_h)
         O = dialect.tensor(o_ptr, [num_heads, head_dim], dtype, [o_stride_t, o_stride_h])
         # TileLang's wrapper wants a tensor for every pointer, used or not.
         lse = rows(lse_ptr, ACCUM, lse_stride_h)
@@ -84,8 +92,7 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
             token0 = work[2 * item + 1]
             row0 = cu_seqlens_q[request] + token0
             query_len = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
-            # vLLM's dummy runs ask for longer sequences than their block table holds.
-            seq_len = T.min(seq_lens[request], max_blocks * problem.page_size)
+            seq_len = program.sequence_length(seq_lens, block_table, request, max_blocks)
             position0 = seq_len - query_len + token0
             # Variables: TileLang 0.1.12 rewrites a guard on the expressions, and gets 71 heads in two tiles wrong.
             heads_here = T.alloc_var("int32")
@@ -100,7 +107,7 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
                 program.load_heads(slopes, slope_M, first_head, last_head)
             program.load_q(Q, q_MD, row0, first_head, T.min(row0 - token0 + query_len, num_rows) - 1, last_head)
             program.attend(
-                q_MD, KV, block_table, o_MD, max_M, sum_M, request, kv_head, position0, seq_len,
+                q_MD, K, V, block_table, o_MD, max_M, sum_M, request, kv_head, position0, seq_len,
                 program.first_tile(position0), T.ceildiv(program.end_key(position0, seq_len), block_n),
                 slope_M, scale,
             )  # fmt: skip

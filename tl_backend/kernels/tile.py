@@ -1,8 +1,8 @@
 """The attention of one tile of query rows over a range of KV tiles: what prefill and decode share.
 
 A tile has ``block_m`` rows; row i is token ``i // heads`` and head ``i % heads`` of one kv head's group, so that the
-heads which share a kv head share its loads. KV comes in tiles of ``block_n`` keys, which may be smaller or larger than
-a page.
+heads which share a kv head share its loads. Keys and values come in tiles of ``block_n`` keys, from the pages of a
+cache, which may be smaller or larger than a tile, or from two contiguous tensors.
 
 Legend: M tile rows, N keys of a KV tile, D head size.
 """
@@ -22,13 +22,15 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 # The running maximum starts here and not at -inf: a row that sees no key in its first tiles would compute inf - inf.
 SCORE_FLOOR = -1e30
-FULL_ROW = T.GemmWarpPolicy.FullRow
 
 
 @dataclass(frozen=True)
 class TileProgram:
     """Macros for one (problem, config, dialect). ``attend`` is the whole inner loop."""
 
+    keys: Any
+    values: Any
+    sequence_length: Any
     attend: Any
     load_q: Any
     load_heads: Any
@@ -39,19 +41,35 @@ class TileProgram:
     end_key: Any
 
 
-def kv_shape(problem: AttentionProblem) -> list[int]:
-    """Extents of the KV cache but for its number of blocks."""
-    return [problem.num_kv_heads, problem.page_size, 2 * problem.head_dim]
-
-
 def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> TileProgram:
     """Build the macros. They close over the problem and the config, which are constants of the trace."""
     block_m, block_n, heads = config.block_m, config.block_n, config.heads_per_tile
-    head_dim, page_size, causal, dtype = problem.head_dim, problem.page_size, problem.causal, problem.dtype
+    head_dim, causal, dtype, num_kv_heads = problem.head_dim, problem.causal, problem.dtype, problem.num_kv_heads
+    page_size, paged = problem.page_size, problem.is_paged
+    # Where the values begin in a row of the tensor that holds them.
+    value_column = head_dim if paged else 0
     parallel, stages = dialect.parallel, config.num_stages
     window, soft_cap, float8 = problem.window, problem.soft_cap, FORMATS.get(problem.kv_dtype)
     scores_are_logits = soft_cap is not None or problem.has_alibi
     whole_tiles = config.copies_whole_tiles(problem)
+    policy = T.GemmWarpPolicy.FullCol if config.splits_columns else T.GemmWarpPolicy.FullRow
+
+    def keys(pointer, stride_b, stride_h, stride_s):
+        """The cache ``[num_blocks, HK, page, 2 * D]``, or the keys ``[S, HK, D]`` with rows ``stride_b`` apart."""
+        if paged:
+            return dialect.kv_cache(pointer, problem, [stride_b, stride_h, stride_s])
+        return dialect.tensor(pointer, [num_kv_heads, head_dim], dtype, [stride_b, stride_h])
+
+    def values(K, pointer, stride_s, stride_h):
+        """The cache again, or the values ``[S, HK, D]``. TileLang's wrapper wants a tensor for every pointer."""
+        separate = dialect.tensor(pointer, [num_kv_heads, head_dim], dtype, [stride_s, stride_h])
+        return K if paged else separate
+
+    def sequence_length(seq_lens, block_table, request, max_blocks):
+        if not paged:
+            return block_table[request + 1, 0] - block_table[request, 0]
+        # vLLM's dummy runs ask for longer sequences than their block table holds.
+        return T.min(seq_lens[request], max_blocks * page_size)
 
     @T.macro
     def load_q(Q, q_MD, first_row, first_head, last_row, last_head):
@@ -61,15 +79,30 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
 
     @T.macro
     def copy_kv(KV, block_table, tile_ND, request, kv_head, key0, column):
-        T.copy(
-            KV[
-                block_table[request, key0 // page_size],
-                kv_head,
-                key0 % page_size : key0 % page_size + block_n,
-                column : column + head_dim,
-            ],
-            tile_ND,
-        )
+        if paged:
+            T.copy(
+                KV[
+                    block_table[request, key0 // page_size],
+                    kv_head,
+                    key0 % page_size : key0 % page_size + block_n,
+                    column : column + head_dim,
+                ],
+                tile_ND,
+            )
+        elif dialect.device.has_tma:
+            # No variable for the row: TileLang 0.1.12 defines it in another branch than the TMA copy that reads it.
+            T.copy(
+                KV[
+                    block_table[request, 0] + key0 : block_table[request, 0] + key0 + block_n,
+                    kv_head,
+                    0:head_dim,
+                ],
+                tile_ND,
+            )
+        else:
+            # A block copy would be checked against the tensor's extent, which nobody knows.
+            for j, d in parallel(block_n, head_dim):
+                tile_ND[j, d] = KV[block_table[request, 0] + key0 + j, kv_head, d]
 
     def visible(key, position0, seq_len):
         """The key, or the nearest that some query from ``position0`` on may attend to."""
@@ -83,7 +116,9 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         # NaN.
         # Element and store in one statement: through a variable, the load would be no cp.async.
         for j, d in parallel(block_n, head_dim):
-            if float8 is None:
+            if not paged:
+                tile_ND[j, d] = KV[block_table[request, 0] + visible(key0 + j, position0, seq_len), kv_head, d]
+            elif float8 is None:
                 tile_ND[j, d] = KV[
                     block_table[request, visible(key0 + j, position0, seq_len) // page_size],
                     kv_head,
@@ -183,7 +218,8 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
     @T.macro
     def attend(
         q_MD,
-        KV,
+        K,
+        V,
         block_table,
         o_MD,
         max_M,
@@ -202,7 +238,8 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         if whole_tiles:
             tail_ND = dialect.shared([block_n, head_dim], dtype)
         s_MN = dialect.fragment([block_m, block_n], ACCUM)
-        p_MN = dialect.fragment([block_m, block_n], dtype)
+        weights = dialect.shared if config.splits_columns else dialect.fragment
+        p_MN = weights([block_m, block_n], dtype)
         prev_M = dialect.fragment([block_m], ACCUM)
         rescale_M = dialect.fragment([block_m], ACCUM)
         part_M = dialect.fragment([block_m], ACCUM)
@@ -215,30 +252,31 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         for step in T.Pipelined(full_end - tile_begin, num_stages=stages):
             key0 = (tile_begin + step) * block_n
             if whole_tiles:
-                copy_kv(KV, block_table, k_ND, request, kv_head, key0, 0)
+                copy_kv(K, block_table, k_ND, request, kv_head, key0, 0)
             else:
-                gather_kv(KV, block_table, k_ND, request, kv_head, key0, position0, seq_len, 0)
-            T.gemm(q_MD, k_ND, s_MN, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+                gather_kv(K, block_table, k_ND, request, kv_head, key0, position0, seq_len, 0)
+            T.gemm(q_MD, k_ND, s_MN, transpose_B=True, policy=policy, clear_accum=True)
             if scores_are_logits:
                 to_logits(s_MN, slope_M, key0, position0, softmax_scale)
             if needs_mask(key0, position0, seq_len):
                 mask(s_MN, key0, position0, seq_len)
             online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, to_log2(softmax_scale))
             if whole_tiles:
-                copy_kv(KV, block_table, v_ND, request, kv_head, key0, head_dim)
+                copy_kv(V, block_table, v_ND, request, kv_head, key0, value_column)
             else:
-                gather_kv(KV, block_table, v_ND, request, kv_head, key0, position0, seq_len, head_dim)
-            T.gemm(p_MN, v_ND, o_MD, policy=FULL_ROW)
+                gather_kv(V, block_table, v_ND, request, kv_head, key0, position0, seq_len, value_column)
+            T.gemm(p_MN, v_ND, o_MD, policy=policy)
         if whole_tiles:
             if tile_end > full_end:
-                gather_kv(KV, block_table, tail_ND, request, kv_head, full_end * block_n, position0, seq_len, 0)
-                T.gemm(q_MD, tail_ND, s_MN, transpose_B=True, policy=FULL_ROW, clear_accum=True)
+                key0 = full_end * block_n
+                gather_kv(K, block_table, tail_ND, request, kv_head, key0, position0, seq_len, 0)
+                T.gemm(q_MD, tail_ND, s_MN, transpose_B=True, policy=policy, clear_accum=True)
                 if scores_are_logits:
-                    to_logits(s_MN, slope_M, full_end * block_n, position0, softmax_scale)
-                mask(s_MN, full_end * block_n, position0, seq_len)
+                    to_logits(s_MN, slope_M, key0, position0, softmax_scale)
+                mask(s_MN, key0, position0, seq_len)
                 online_softmax(s_MN, p_MN, o_MD, max_M, sum_M, prev_M, rescale_M, part_M, to_log2(softmax_scale))
-                gather_kv(KV, block_table, tail_ND, request, kv_head, full_end * block_n, position0, seq_len, head_dim)
-                T.gemm(p_MN, tail_ND, o_MD, policy=FULL_ROW)
+                gather_kv(V, block_table, tail_ND, request, kv_head, key0, position0, seq_len, value_column)
+                T.gemm(p_MN, tail_ND, o_MD, policy=policy)
 
     @T.macro
     def add_sinks(sinks, o_MD, max_M, sum_M, first_head, last_head, softmax_scale):
@@ -265,6 +303,9 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         return T.if_then_else(sum_ == 0, -T.infinity(ACCUM), max_ * to_log2(softmax_scale) + T.log2(sum_))
 
     return TileProgram(
+        keys=keys,
+        values=values,
+        sequence_length=sequence_length,
         attend=attend,
         load_q=load_q,
         load_heads=load_heads,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import InvalidInputError, UnsupportedError, describe
 from tl_backend.ops.checks import (
+    Strides,
     check_device,
     check_index,
     check_shape,
@@ -22,10 +22,17 @@ from tl_backend.ops.checks import (
 from tl_backend.ops.decode import launch_decode
 from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
 from tl_backend.ops.prefill import launch_prefill
+from tl_backend.ops.step_checks import (
+    check_asked,
+    check_current_device,
+    check_extras,
+    check_given_match_plan,
+    check_shapes_match_plan,
+    checked_scale,
+    checked_starts,
+    refuse_what_is_not_there,
+)
 from tl_backend.problem import AttentionProblem
-
-# Of the softmax scale: its product with log2(e) must stay a normal float32.
-MIN_SCALE, MAX_SCALE = 1e-30, 1e30
 
 
 def paged_attention(
@@ -98,7 +105,7 @@ def paged_attention(
         UnsupportedError: no kernel serves the request.
         EnvironmentProblemError: the kernels cannot be compiled here.
     """
-    _refuse_what_is_not_there(
+    refuse_what_is_not_there(
         causal,
         {
             "q_scale": q_scale,
@@ -115,7 +122,7 @@ def paged_attention(
             sinks_dtype=None if sinks is None else dtype_name(sinks.dtype),
             has_alibi=alibi_slopes is not None, returns_lse=lse is not None,
         )  # fmt: skip
-        _check_extras(q, sinks, alibi_slopes, lse)
+        check_extras(q, sinks, alibi_slopes, lse)
         k_scale, v_scale = checked_scales(k_scale, v_scale, problem, q.device)
         if lse is not None:
             lse.fill_(-math.inf)  # Rows that belong to no request have no keys.
@@ -130,13 +137,13 @@ def paged_attention(
             problem,
             cu_seqlens_q,
             seq_lens,
-            cu_seqlens_q_cpu=_checked_starts(starts, q.shape[0], max_seqlen_q),
+            cu_seqlens_q_cpu=checked_starts("cu_seqlens_q", starts, q.shape[0], max_seqlen_q, "max_seqlen_q"),
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             workspace=workspace,
             num_splits=num_splits,
         )
-        _check_current_device(q)
+        check_current_device(q)
     else:
         require(
             num_splits is None,
@@ -145,34 +152,23 @@ def paged_attention(
             limit="a plan has chosen already",
             remedy="Pass num_splits to plan_attention.",
         )
-        planned = (plan.problem.causal, plan.problem.window, plan.problem.soft_cap)
-        asked = (causal, window or planned[1], soft_cap or planned[2])
-        require(
-            asked == planned,
-            "causal, window, soft_cap",
-            value=asked,
-            limit=f"the plan was made for {planned}",
-            remedy="Make the plan for the layer's problem, or leave window and soft_cap to it.",
+        check_asked(plan.problem, causal, window, soft_cap)
+        check_shapes_match_plan(plan, q, out, num_kv_heads=kv_cache.shape[1], page_size=kv_cache.shape[2])
+        check_given_match_plan(
+            plan.problem, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, k_scale=k_scale, v_scale=v_scale
         )
-        _check_matches_plan(plan.problem, plan.num_rows, q, kv_cache, out, sinks, alibi_slopes, lse, k_scale, v_scale)
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    require(
-        MIN_SCALE <= scale <= MAX_SCALE,
-        "softmax_scale",
-        value=softmax_scale,
-        limit=f"{MIN_SCALE} to {MAX_SCALE}",
-        remedy="Pass D ** -0.5, or leave it out.",
-    )
+    scale = checked_scale(softmax_scale, q.shape[2])
     if plan.num_rows < q.shape[0]:
         out[plan.num_rows :].zero_()
     if plan.decode is None and plan.prefill is None:
         return out
-    strides = (
-        *kernel_strides("q", q, spec),
-        *kernel_strides("kv_cache", kv_cache, spec),
-        *kernel_strides("out", out, spec),
-        block_table.stride(0),
-        0 if lse is None else lse.stride(0),
+    strides = Strides(
+        q=kernel_strides("q", q, spec),
+        k=kernel_strides("kv_cache", kv_cache, spec),
+        v=(0, 0),
+        out=kernel_strides("out", out, spec),
+        block_table=block_table.stride(0),
+        lse=0 if lse is None else lse.stride(0),
     )
     extras = tuple(
         0 if tensor is None else tensor.data_ptr() for tensor in (lse, sinks, alibi_slopes, k_scale, v_scale)
@@ -180,18 +176,10 @@ def paged_attention(
     if plan.decode is not None:
         launch_decode(plan.decode, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides, extras)
     if plan.prefill is not None:
-        launch_prefill(plan.prefill, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides, extras)
+        launch_prefill(
+            plan.prefill, q, kv_cache, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides, extras
+        )
     return out
-
-
-def _refuse_what_is_not_there(causal: bool | torch.Tensor, features: dict[str, Any]) -> None:
-    remedy = "Use another attention backend for this model."
-    if isinstance(causal, torch.Tensor):
-        raise UnsupportedError(describe("causal", value="a tensor", limit="one bool for the batch", remedy=remedy))
-    for name, value in features.items():
-        if value is not None:
-            shown = list(value.shape) if isinstance(value, torch.Tensor) else value
-            raise UnsupportedError(describe(name, value=shown, limit="no kernel has it yet", remedy=remedy))
 
 
 def _checked_problem(
@@ -230,17 +218,6 @@ def _checked_problem(
     return problem
 
 
-def _check_current_device(q: torch.Tensor) -> None:
-    current = torch.cuda.current_device() if q.is_cuda else None
-    require(
-        q.device.index in (None, current),
-        "device",
-        value=q.device,
-        limit=f"kernels launch on the current device, {current}",
-        remedy=f"Call torch.cuda.set_device({q.device.index}) before the first kernel of the process is compiled.",
-    )
-
-
 def _check_pages(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor) -> None:
     """Every key of every request lies in a block of the cache. Copies the lengths to the host."""
     num_blocks, page_size = kv_cache.shape[0], kv_cache.shape[2]
@@ -261,78 +238,3 @@ def _check_pages(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: to
         limit=f"blocks of a sequence are 0 ... {num_blocks - 1}",
         remedy="Check the block table against the cache.",
     )
-
-
-def _check_matches_plan(
-    problem: AttentionProblem,
-    num_rows: int,
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    """The plan's kernels read exactly the tensors that its problem has, in its shapes."""
-    seen = (dtype_name(q.dtype), *q.shape[1:], *kv_cache.shape[1:3])
-    planned = (problem.dtype, problem.num_q_heads, problem.head_dim, problem.num_kv_heads, problem.page_size)
-    require(
-        seen == planned and q.shape[0] >= num_rows and out.shape == q.shape and out.dtype == q.dtype,
-        "tensors",
-        value=f"(dtype, H, D, HK, block_size) = {seen}, {q.shape[0]} rows, out {list(out.shape)} {out.dtype}",
-        limit=f"the plan was made for {planned} and {num_rows} rows",
-        remedy="Make the plan for the layer's problem and the step.",
-    )
-    for name, tensor, wanted in (
-        ("sinks", sinks, problem.sinks_dtype is not None),
-        ("alibi_slopes", alibi_slopes, problem.has_alibi),
-        ("lse", lse, problem.returns_lse),
-        ("k_scale", k_scale, problem.is_quantized),
-        ("v_scale", v_scale, problem.is_quantized),
-    ):
-        if (tensor is not None) != wanted:
-            raise InvalidInputError(
-                describe(
-                    name,
-                    value="none" if tensor is None else list(tensor.shape),
-                    limit=f"the plan was made for a problem {'with' if wanted else 'without'} it",
-                    remedy="Make the plan for the layer's problem.",
-                )
-            )
-
-
-def _check_extras(
-    q: torch.Tensor, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, lse: torch.Tensor | None
-) -> None:
-    num_rows, num_heads = q.shape[:2]
-    for name, tensor, shape, meaning in (
-        ("sinks", sinks, (num_heads,), "[H]"),
-        ("alibi_slopes", alibi_slopes, (num_heads,), "[H]"),
-        ("lse", lse, (num_heads, num_rows), "[H, T]"),
-    ):
-        if tensor is None:
-            continue
-        check_shape(name, tensor, shape, meaning)
-        dtype = tensor.dtype if name == "sinks" else torch.float32
-        check_index(name, tensor, dtype, len(shape), q.device)
-
-
-def _checked_starts(starts: torch.Tensor, num_rows: int, max_seqlen_q: int) -> torch.Tensor:
-    lens = starts.diff()
-    require(
-        int(starts[0]) == 0 and bool((lens >= 0).all()) and int(starts[-1]) <= num_rows,
-        "cu_seqlens_q",
-        value=f"{int(starts[0])} ... {int(starts[-1])}, shortest step {int(lens.min())}",
-        limit=f"it must start at 0, never fall, and end at the {num_rows} rows of q or before",
-        remedy="Check the query lengths.",
-    )
-    require(
-        int(lens.max()) <= max_seqlen_q,
-        "max_seqlen_q",
-        value=max_seqlen_q,
-        limit=f"the longest query has {int(lens.max())} tokens",
-        remedy="Pass the longest query length, or an upper bound.",
-    )
-    return starts

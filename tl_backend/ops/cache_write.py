@@ -87,7 +87,9 @@ def cache_write_problem(attention_problem: AttentionProblem) -> AttentionProblem
     )
 
 
-def _write_problem(num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str, page_size: int) -> AttentionProblem:
+def _write_problem(
+    num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str, page_size: int | None
+) -> AttentionProblem:
     return AttentionProblem(
         num_q_heads=num_kv_heads,
         num_kv_heads=num_kv_heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -107,6 +108,25 @@ def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple
             )
         )
     return strides
+
+
+class Strides(NamedTuple):
+    """Strides of one launch, in the kernels' units but for the last two, which are in elements.
+
+    Attributes:
+        q, out: of rows and heads.
+        k: of the cache's blocks, heads and slots; of contiguous keys rows, heads and nothing.
+        v: of contiguous values' rows and heads; nothing for a cache.
+        block_table: of requests.
+        lse: of heads.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    out: tuple[int, ...]
+    block_table: int
+    lse: int
 
 
 @functools.lru_cache(maxsize=1024)

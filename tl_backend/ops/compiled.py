@@ -18,7 +18,7 @@ from tl_backend.problem import AttentionProblem
 
 Kernel = Callable[..., None]
 
-KINDS = ("prefill", "decode", "decode_combine", "cache_write")
+KINDS = ("prefill", "decode", "decode_combine", "cache_write", "merge")
 
 
 class KernelKey(NamedTuple):
@@ -72,6 +72,7 @@ def build_program(key: KernelKey) -> Any:
     from tl_backend.kernels.cache_write import cache_write
     from tl_backend.kernels.decode import decode, decode_combine
     from tl_backend.kernels.dialect import Dialect
+    from tl_backend.kernels.merge import merge
     from tl_backend.kernels.prefill import prefill
 
     programs: dict[str, Callable[..., Any]] = {
@@ -79,6 +80,7 @@ def build_program(key: KernelKey) -> Any:
         "decode": decode,
         "decode_combine": decode_combine,
         "cache_write": cache_write,
+        "merge": merge,
     }
     return programs[key.kind](key.problem, key.config, Dialect(key.device))
 

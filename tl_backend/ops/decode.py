@@ -9,6 +9,7 @@ import torch
 from tl_backend.configs.decode import DecodeConfig, combine_threads, default_decode_tile
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
+from tl_backend.ops.checks import Strides
 from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
 from tl_backend.problem import PAGE_SIZE_STEP, AttentionProblem
 from tl_backend.telemetry import launches
@@ -74,10 +75,10 @@ def launch_decode(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
-    strides: tuple[int, ...],
+    strides: Strides,
     extras: tuple[int, ...],
 ) -> None:
-    """One launch, or two with a combine. ``strides`` as for ``launch_prefill``."""
+    """One launch, or two with a combine."""
     launches.record("decode")
     plan.kernel(
         q.data_ptr(),
@@ -94,7 +95,11 @@ def launch_decode(
         q.shape[0],
         block_table.shape[1],
         softmax_scale,
-        *strides,
+        *strides.q,
+        *strides.k,
+        *strides.out,
+        strides.block_table,
+        strides.lse,
     )
     if plan.combine is not None:
         launches.record("decode_combine")
@@ -106,6 +111,6 @@ def launch_decode(
             plan.partial_lse.data_ptr(),
             plan.num_requests,
             plan.num_splits,
-            *strides[5:7],
-            strides[8],
+            *strides.out,
+            strides.lse,
         )

@@ -46,17 +46,28 @@ class AttentionWorkspace:
         device: where its tensors are.
         max_num_reqs: most requests of a step.
         max_num_tokens: most query tokens of a step.
+        batch_invariant: the bits of a token's output depend on its own request alone: neither on the others of the step
+            nor on how its prompt is cut into chunks. Everything goes through the prefill, which adds the keys of every
+            query row in the same order and the same tiles; decodes are slower.
 
     Raises:
         UnsupportedError: the device does not serve the problem.
     """
 
     def __init__(
-        self, problem: AttentionProblem, device: torch.device, *, max_num_reqs: int, max_num_tokens: int
+        self,
+        problem: AttentionProblem,
+        device: torch.device,
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        batch_invariant: bool = False,
     ) -> None:
         self.spec = DeviceSpec.of(device)
         check_supported(problem, self.spec)
         self.problem = problem
+        # The decode reads pages, and adds in another order than the prefill.
+        self.decodes = problem.is_paged and not batch_invariant
         self.max_num_reqs, self.max_num_tokens = max_num_reqs, max_num_tokens
         self.lanes = problem.num_kv_heads * decode_tile(problem, self.spec).head_tiles(problem)
         tokens_per_tile = default_prefill_config(problem, self.spec).tokens_per_tile
@@ -64,7 +75,7 @@ class AttentionWorkspace:
         self.work = torch.empty(capacity, 2, dtype=torch.int32, device=device)
         self._hosts = [_HostBuffer(capacity, pinned=self.spec.is_gpu) for _ in range(NUM_HOST_BUFFERS)]
         self._turn = 0
-        partials = decode_config.max_partials(max_num_reqs, self.lanes, self.spec)
+        partials = decode_config.max_partials(max_num_reqs, self.lanes, self.spec) if self.decodes else 0
         heads, head_dim = problem.num_q_heads, problem.head_dim
         self.partial_o = torch.empty(partials, heads, head_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(partials, heads, dtype=torch.float32, device=device)
@@ -106,12 +117,14 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan one step for all layers of a problem. Neither syncs with the device nor allocates on it.
 
-    The leading requests with at most one query token go to the split-KV decode, all others to the prefill.
+    The leading requests with at most one query token go to the split-KV decode, all others to the prefill. Where keys
+    and values are contiguous, and in a batch-invariant workspace, the prefill takes them all.
 
     Args:
         problem: of the layers.
         cu_seqlens_q: int32 ``[R + 1]`` on the device: where each request's query rows start.
-        seq_lens: int32 ``[R]`` on the device: keys of each request, the new ones included.
+        seq_lens: int32 ``[R]`` on the device: keys of each request, the new ones included; for contiguous keys
+            ``cu_seqlens_k``, int32 ``[R + 1]``.
         cu_seqlens_q_cpu: int32 ``[R + 1]``, the same values on the host.
         max_seqlen_q: longest query; 1 or less says that every request is a decode.
         max_seqlen_k: longest sequence, or an upper bound.
@@ -148,7 +161,9 @@ def plan_attention(
                 remedy="Make the AttentionWorkspace for the scheduler's limits.",
             )
         )
-    num_decodes = num_reqs if max_seqlen_q <= 1 else int(np.argmax(np.append(query_lens > 1, True)))
+    num_decodes = 0
+    if workspace.decodes:
+        num_decodes = num_reqs if max_seqlen_q <= 1 else int(np.argmax(np.append(query_lens > 1, True)))
     decode = prefill = None
     if num_decodes and starts[num_decodes] > 0:
         decode = _plan_decode(workspace, num_decodes, max_seqlen_k, num_splits)

@@ -1,4 +1,4 @@
-"""Launch of the paged varlen prefill."""
+"""Launch of the varlen prefill."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
+from tl_backend.ops.checks import Strides
 from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
@@ -67,20 +68,22 @@ def work_list(
 def launch_prefill(
     plan: PrefillPlan,
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     out: torch.Tensor,
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
-    strides: tuple[int, ...],
+    strides: Strides,
     extras: tuple[int, ...],
 ) -> None:
-    """One launch. ``strides``: of q, kv_cache and out but their last, in kernel units, and of block_table's rows."""
+    """One launch. ``k`` and ``v`` are both the cache, or contiguous: see ``kernels.prefill``."""
     launches.record("prefill")
     plan.kernel(
         q.data_ptr(),
-        kv_cache.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
         out.data_ptr(),
         *extras,
         block_table.data_ptr(),
@@ -91,5 +94,10 @@ def launch_prefill(
         q.shape[0],
         block_table.shape[1],
         softmax_scale,
-        *strides,
+        *strides.q,
+        *strides.k,
+        *strides.v,
+        *strides.out,
+        strides.block_table,
+        strides.lse,
     )

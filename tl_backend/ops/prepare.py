@@ -28,6 +28,8 @@ def required_kernels(problem: AttentionProblem, device: DeviceSpec) -> list[Kern
         UnsupportedError: the device does not serve the problem.
     """
     check_supported(problem, device)
+    if not problem.is_paged:
+        return [prefill_key(problem, device)]
     return [
         prefill_key(problem, device),
         *decode_keys(problem, device, split=False),

@@ -5,6 +5,9 @@ Legend: T query rows, H query heads, HK kv heads, D head size, R requests, S key
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
@@ -30,20 +33,69 @@ def paged_attention_reference(
     Args and result as ``tl_backend.ops.paged_attention``, but the result is float64 ``[T, H, D]`` on the inputs'
     device. Rows past ``cu_seqlens_q[-1]`` and rows that see no key are zero.
     """
+    num_kv_heads, page_size, head_dim = kv_cache.shape[1], kv_cache.shape[2], q.shape[2]
+
+    def keys_and_values(request: int, seq_len: int) -> tuple[torch.Tensor, ...]:
+        pages = block_table[request, : -(-seq_len // page_size)].long()
+        kv_SHD = _rows(kv_cache, pages).permute(0, 2, 1, 3).reshape(-1, num_kv_heads, 2 * head_dim)[:seq_len]
+        return kv_SHD[..., :head_dim], kv_SHD[..., head_dim:]
+
+    return _attention(
+        q, keys_and_values, cu_seqlens_q.tolist(), seq_lens.tolist(), num_kv_heads,
+        softmax_scale=softmax_scale, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
+        alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale, lse=lse,
+    )  # fmt: skip
+
+
+def varlen_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    **features: Any,
+) -> torch.Tensor:
+    """Args and result as ``tl_backend.ops.varlen_attention``, but the result is float64; features as above."""
+    first = cu_seqlens_k.tolist()
+
+    def keys_and_values(request: int, seq_len: int) -> tuple[torch.Tensor, ...]:
+        rows = slice(first[request], first[request] + seq_len)
+        return k[rows], v[rows]
+
+    return _attention(q, keys_and_values, cu_seqlens_q.tolist(), cu_seqlens_k.diff().tolist(), k.shape[1], **features)
+
+
+def _attention(
+    q: torch.Tensor,
+    keys_and_values: Callable[[int, int], tuple[torch.Tensor, ...]],
+    starts: list[int],
+    seq_lens: list[int],
+    num_kv_heads: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``keys_and_values(request, seq_len)`` gives two tensors ``[S, HK, D]``."""
     if lse is not None:
         lse.fill_(-torch.inf)
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = kv_cache.shape[1], kv_cache.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     out = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.float64, device=q.device)
-    starts = cu_seqlens_q.tolist()
-    for request, seq_len in enumerate(seq_lens.tolist()):
+    for request, seq_len in enumerate(seq_lens):
         start, end = starts[request], starts[request + 1]
         if end == start:
             continue
-        pages = block_table[request, : -(-seq_len // page_size)].long()
-        kv_SHD = _rows(kv_cache, pages).permute(0, 2, 1, 3).reshape(-1, num_kv_heads, 2 * head_dim)[:seq_len].double()
-        k_SHD, v_SHD = kv_SHD.repeat_interleave(num_heads // num_kv_heads, dim=1).split(head_dim, dim=-1)
+        k_SHD, v_SHD = (
+            stored.double().repeat_interleave(num_heads // num_kv_heads, dim=1)
+            for stored in keys_and_values(request, seq_len)
+        )
         if k_scale is not None:
             k_SHD = k_SHD * k_scale.double()
         if v_scale is not None:

@@ -34,7 +34,7 @@ def make_problem(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    page_size: int,
+    page_size: int | None,
     *,
     dtype: str = "float32",
     kv_dtype: str | None = None,
@@ -188,7 +188,8 @@ def make_batch(problem: AttentionProblem, case: Case, device: torch.device, *, s
     q.fill_(math.nan)
     q[:num_tokens] = 2 * randn(num_tokens, heads, head_dim)
 
-    num_pages = [-(-length // problem.page_size) for length in case.seq_lens]
+    page_size = _page_size(problem)
+    num_pages = [-(-length // page_size) for length in case.seq_lens]
     num_blocks = sum(num_pages) + SPARE_BLOCKS
     blocks = torch.randperm(num_blocks, generator=cpu, dtype=torch.int32)
     num_columns = max(num_pages, default=0) + TABLE_TAIL
@@ -200,8 +201,8 @@ def make_batch(problem: AttentionProblem, case: Case, device: torch.device, *, s
         first = sum(num_pages[:request])
         table[request, :count] = blocks[first : first + count]
         position = torch.arange(length)
-        pages.append(table[request][position // problem.page_size].long())
-        offsets.append(position % problem.page_size)
+        pages.append(table[request][position // page_size].long())
+        offsets.append(position % page_size)
         requests.append(torch.full((length,), request))
         oldest = 0 if problem.window is None else length - case.query_lens[request] - problem.window + 1
         visible.append(position >= oldest)
@@ -261,7 +262,7 @@ def kv_pool(
     problem: AttentionProblem, num_blocks: int, layout: KVLayout, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The allocation, and the ``[num_blocks, HK, block_size, 2 * D]`` view between its first and its last block."""
-    blocks, heads, page, width = num_blocks + 2, problem.num_kv_heads, problem.page_size, 2 * problem.head_dim
+    blocks, heads, page, width = num_blocks + 2, problem.num_kv_heads, _page_size(problem), 2 * problem.head_dim
     if layout == "HND":
         store = torch.empty(blocks, heads, page, width, dtype=dtype, device=device)
         view = store
@@ -275,6 +276,11 @@ def kv_pool(
         store = torch.empty(blocks, page, heads + 1, width + PAD, dtype=dtype, device=device)
         view = store[:, :, :heads, :width].transpose(1, 2)
     return store, odd_strides(view[1:-1])
+
+
+def _page_size(problem: AttentionProblem) -> int:
+    assert problem.page_size is not None, "a pool needs a problem of pages"
+    return problem.page_size
 
 
 def odd_strides(tensor: torch.Tensor) -> torch.Tensor:

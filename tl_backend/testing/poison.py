@@ -319,7 +319,7 @@ def check_cache_write(
     wanted = store.clone()
     qkv = torch.randn(len(slots) + 3, (2 + 2 * heads) * head_dim, generator=generator, device=device).to(dtype)
     key, value = (part.unflatten(-1, (heads, head_dim)) for part in qkv[:, 2 * head_dim :].chunk(2, dim=-1))
-    capacity = num_blocks * problem.page_size
+    capacity = num_blocks * kv_cache.shape[2]
     legal = torch.tensor([slot if 0 <= slot < capacity else -1 for slot in slots])
     paged_cache_write_reference(key, value, _same_view(kv_cache, wanted), legal, **scales)
     for _ in range(2):

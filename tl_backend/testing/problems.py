@@ -21,7 +21,8 @@ def name(problem: AttentionProblem) -> str:
         "alibi": problem.has_alibi,
         "lse": problem.returns_lse,
     }
-    words = [heads, f"D{problem.head_dim}", f"page{problem.page_size}", problem.dtype, mask]
+    keys = f"page{problem.page_size}" if problem.is_paged else "contiguous"
+    words = [heads, f"D{problem.head_dim}", keys, problem.dtype, mask]
     return " ".join(words + [feature for feature, there in features.items() if there])
 
 
@@ -50,6 +51,7 @@ CPU_PROBLEMS = tuple(
         (13, 1, 80, 48, False),
         (15, 1, 32, 64, True),
         (11, 1, 48, 32, False),
+        (7, 1, 512, 48, True),
     )
 )
 
@@ -60,7 +62,7 @@ _GPU_ROWS = 10
 
 
 def gpu_problems() -> list[AttentionProblem]:
-    """150 problems: every head size with every ratio, and with every page size."""
+    """160 problems: every head size with every ratio, and with every page size."""
     problems = []
     for column, head_dim in enumerate(SUPPORTED_HEAD_DIMS):
         for row in range(_GPU_ROWS):
@@ -105,7 +107,8 @@ def gpu_work() -> list[Work]:
 
     Compilation is what takes time, so that a problem asks for one or two kernels of the four kinds, in turn.
     """
-    return [_work(index, problem) for index, problem in enumerate(gpu_problems())] + _feature_work()
+    base = [_work(index, problem) for index, problem in enumerate(gpu_problems())]
+    return base + _feature_work() + _contiguous_work()
 
 
 # What models combine (Mistral, Gemma 2, gpt-oss, MPT with its own ALiBi), and what none does.
@@ -153,10 +156,31 @@ def _feature_work() -> list[Work]:
     return found
 
 
+_CONTIGUOUS = (
+    make_problem(12, 12, 64, None, dtype="float16", causal=False),
+    make_problem(32, 8, 128, None, dtype="bfloat16"),
+    make_problem(28, 4, 128, None, dtype="float16", window=100, soft_cap=2.0),
+    make_problem(10, 2, 80, None, dtype="bfloat16", causal=False, window=77),
+    make_problem(16, 8, 256, None, dtype="float16", sinks_dtype="bfloat16", returns_lse=True),
+    make_problem(71, 1, 48, None, dtype="bfloat16", causal=False, has_alibi=True),
+    make_problem(8, 2, 512, None, dtype="bfloat16", causal=False, returns_lse=True),
+)
+
+
+def _contiguous_work() -> list[Work]:
+    """Keys and values that lie in no cache."""
+    cases = tuple(Case(query_lens=q, seq_lens=k, q_view="padded") for q, k in (*_PREFILL, *_MIXED[:1]))
+    return [Work(problem=problem, cases=cases, kinds=("prefill",)) for problem in _CONTIGUOUS]
+
+
 def cpu_work() -> list[Work]:
     """A handful for the C target, of every kind."""
     small = (make_problem(8, 2, 64, 16), make_problem(14, 2, 32, 48), make_problem(3, 3, 48, 272, causal=False))
-    return [_work(index, problem) for index, problem in zip((0, 13, 26), small, strict=True)]
+    contiguous = make_problem(12, 12, 64, None, causal=False)
+    return [
+        *(_work(index, problem) for index, problem in zip((0, 13, 26), small, strict=True)),
+        Work(problem=contiguous, cases=(Case(query_lens=(5, 40), seq_lens=(9, 100)),), kinds=("prefill",)),
+    ]
 
 
 def _work(index: int, problem: AttentionProblem) -> Work:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from tl_backend.device import MIN_NVIDIA_ARCH
@@ -28,6 +28,8 @@ FP8_SPELLINGS: tuple[CacheDType, ...] = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # gfx90a, gfx942 and gfx950 as vLLM numbers them. gfx908 and gfx940 share numbers; DeviceSpec.of refuses them by name.
 ROCM_CAPABILITIES = ((9, 0), (9, 4), (9, 5))
 
+SERVED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
+
 
 def declared_dtypes(*, cpu: bool) -> list[torch.dtype]:
     """What ``DeviceSpec.dtypes`` says, without a device: vLLM reads this in processes that must not touch one."""
@@ -35,7 +37,7 @@ def declared_dtypes(*, cpu: bool) -> list[torch.dtype]:
 
 
 class TileLangBackend(AttentionBackend):
-    """Decoder attention over the paged cache on TileLang kernels: see ``supports_*`` for what is in, and what is not.
+    """Attention on TileLang kernels: see ``supports_*`` for what is in, and what is not.
 
     ``validate_configuration`` stays vLLM's: its signature grows from version to version.
     """
@@ -79,6 +81,14 @@ class TileLangBackend(AttentionBackend):
         if current_platform.is_rocm():
             return tuple(capability) in ROCM_CAPABILITIES
         return tuple(capability) >= MIN_NVIDIA_ARCH
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in SERVED_TYPES
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # The builder then sends every request through the prefill.
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

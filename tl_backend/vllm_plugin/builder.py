@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from tl_backend import ops
 from tl_backend.problem import AttentionProblem
@@ -18,6 +25,8 @@ from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, kv_dtype_name, 
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+CAUSAL_SPECS = (FullAttentionSpec, SlidingWindowSpec)
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM formats and shows only loggers below its own.
 
@@ -63,7 +72,7 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
 
     def __init__(
         self,
-        kv_cache_spec: FullAttentionSpec | SlidingWindowSpec,
+        kv_cache_spec: AttentionSpec,
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
@@ -83,6 +92,7 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
                 # Graph sizes pad steps: FLASH_ATTN sizes its buffers by the same maximum.
                 max_num_reqs=max(scheduler.max_num_seqs, graph_tokens),
                 max_num_tokens=max(scheduler.max_num_batched_tokens, graph_tokens),
+                batch_invariant=envs.VLLM_BATCH_INVARIANT,
             )
             for shape, problem in self._problems.items()
         }
@@ -93,12 +103,13 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
         """The metadata of a step. Neither waits for the device nor allocates: the plan lives in the workspace.
 
         Raises:
-            UnsupportedError: the step is not causal, or causal by request.
+            UnsupportedError: the step is causal where its layers are not, or the reverse, or causal by request.
         """
         common = common_attn_metadata
-        if common.causal is not True:
+        causal = {shape.causal for shape in self._problems}
+        if causal != {common.causal}:
             value = "a tensor, one flag a request" if isinstance(common.causal, torch.Tensor) else common.causal
-            refuse("causal", value, "every request of a step must be causal")
+            refuse("causal", value, f"this group's layers are {'causal' if True in causal else 'not causal'}")
         plans = {
             shape: ops.plan_attention(
                 problem,
@@ -125,7 +136,7 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
 
 
 def _problems_of_layers(
-    spec: FullAttentionSpec | SlidingWindowSpec, layer_names: list[str], config: VllmConfig
+    spec: AttentionSpec, layer_names: list[str], config: VllmConfig
 ) -> dict[LayerShape, AttentionProblem]:
     """The distinct problems of these layers; the spec's one for names that are not registered (vLLM's own tests)."""
     model = config.model_config
@@ -142,7 +153,9 @@ def _problems_of_layers(
             spec.head_size,
             dtype=dtype_name(model.dtype),
             kv_dtype=kv_dtype_name(config.cache_config.cache_dtype, model.dtype),
-            window=spec.sliding_window,
+            window=getattr(spec, "sliding_window", None),
+            causal=type(spec) in CAUSAL_SPECS,
+            is_paged=type(spec) is not EncoderOnlyAttentionSpec,
         )
         shapes = {shape: getattr(spec, "head_size_v", None) or spec.head_size}
     return {
@@ -151,11 +164,12 @@ def _problems_of_layers(
     }
 
 
-def _refuse_spec(spec: FullAttentionSpec | SlidingWindowSpec) -> None:
-    # Subclasses (stored sinks, MLA) and relatives (chunked-local, cross attention) change what the step's metadata
-    # means.
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-        refuse("KV-cache spec", type(spec).__name__, "FullAttentionSpec and SlidingWindowSpec are supported")
+def _refuse_spec(spec: AttentionSpec) -> None:
+    # Subclasses (stored sinks, MLA) and relatives (chunked-local) change what the step's metadata means.
+    served = (*CAUSAL_SPECS, CrossAttentionSpec, EncoderOnlyAttentionSpec)
+    if type(spec) not in served:
+        names = ", ".join(kind.__name__ for kind in served)
+        refuse("KV-cache spec", type(spec).__name__, f"{names} are supported")
     for feature in ("attention_chunk_size", "non_causal"):
         if value := getattr(spec, feature, None):
             refuse(f"KV-cache spec's {feature}", value, "no kernel has it yet")

@@ -13,6 +13,7 @@ from tl_backend import ops
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import UnsupportedError
 from tl_backend.problem import page_size_refusal
+from tl_backend.vllm_plugin.backend import SERVED_TYPES
 from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, kv_dtype_name, problem_of, refuse
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
         num_kv_heads: default ``num_heads``.
         alibi_slopes, sliding_window, logits_soft_cap: None (or a cap of 0) for none.
         kv_cache_dtype: "auto", the model's dtype, or an 8-bit one: "fp8", "fp8_e4m3", "fp8_e5m2".
-        attn_type: "decoder".
+        attn_type: "decoder"; "encoder_only", which reads no cache; or "encoder_decoder", whose cache holds the
+            encoder's keys.
         kv_sharing_target_layer_name: the layer whose cache this one reads, or None.
 
     Raises:
@@ -60,8 +62,13 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        if attn_type != AttentionType.DECODER:
-            refuse("attention type", str(getattr(attn_type, "value", attn_type)), "decoder is supported")
+        if attn_type not in SERVED_TYPES:
+            refuse(
+                "attention type",
+                str(getattr(attn_type, "value", attn_type)),
+                f"{', '.join(SERVED_TYPES)} are supported",
+            )
+        is_paged = attn_type != AttentionType.ENCODER_ONLY
         self.sinks = extra.pop("sinks", None)  # Filled in later, in place: read at launch.
         if self.sinks is not None and tuple(self.sinks.shape) != (num_heads,):
             refuse("sinks", list(self.sinks.shape), f"one for each of {num_heads} query heads")
@@ -71,11 +78,13 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
             self.num_kv_heads,
             head_size,
             dtype=dtype_name(dtype),
-            kv_dtype=kv_dtype_name(kv_cache_dtype, dtype),
+            kv_dtype=kv_dtype_name(kv_cache_dtype if is_paged else "auto", dtype),
             window=sliding_window,
             soft_cap=logits_soft_cap or None,  # 0 is vLLM's other "none".
             sinks_dtype=None if self.sinks is None else dtype_name(self.sinks.dtype),
             has_alibi=alibi_slopes is not None,
+            causal=attn_type == AttentionType.DECODER,
+            is_paged=is_paged,
         )
         _refuse_block_size()
         problem = problem_of(self.shape)
@@ -106,8 +115,8 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
     ) -> torch.Tensor:
         """Attention of ``query [T, H, D]`` over ``kv_cache [num_blocks, HK, block_size, 2*D]``.
 
-        Writes ``output [T, H, D]``. ``key`` and ``value`` are in the cache already and not read. T may exceed the
-        step's tokens: those rows are zeroed.
+        Writes ``output [T, H, D]``. ``key`` and ``value`` are in the cache already and not read, but in encoder-only
+        layers, which have no cache. T may exceed the step's tokens: those rows are zeroed.
 
         Raises:
             UnsupportedError: a quantized output is asked for.
@@ -116,6 +125,23 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             refuse("fused output quantization", "an output scale", "the kernels write the model's dtype")
+        plan = attn_metadata.plans[self.shape]
+        if not self.shape.is_paged and key is not None and value is not None:
+            return ops.varlen_attention(
+                query,
+                key,
+                value,
+                attn_metadata.query_start_loc,
+                attn_metadata.query_start_loc,
+                max_seqlen_q=attn_metadata.max_query_len,
+                max_seqlen_k=attn_metadata.max_query_len,
+                out=output,
+                softmax_scale=self.scale,
+                causal=False,
+                sinks=self.sinks,
+                alibi_slopes=self._slopes,
+                plan=plan,
+            )
         stored_as = self._stored_as
         return ops.paged_attention(
             query,
@@ -127,11 +153,12 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
             max_seqlen_k=attn_metadata.max_seq_len,
             out=output,
             softmax_scale=self.scale,
+            causal=self.shape.causal,
             sinks=self.sinks,
             alibi_slopes=self._slopes,
             k_scale=layer._k_scale if stored_as else None,
             v_scale=layer._v_scale if stored_as else None,
-            plan=attn_metadata.plans[self.shape],
+            plan=plan,
         )
 
     def do_kv_cache_update(
@@ -143,6 +170,8 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write ``key`` and ``value`` ``[T, HK, D]`` to their slots, as many as there are; -1 is skipped."""
+        if not self.shape.is_paged:
+            return
         if self._stored_as is None:
             ops.paged_cache_write(key, value, kv_cache, slot_mapping)
         else:

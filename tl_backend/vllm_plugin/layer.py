@@ -22,7 +22,7 @@ OTHER_BACKEND = "Serve this model with another attention backend."
 class LayerShape(NamedTuple):
     """What tells the problems of a KV-cache group apart, and leads a layer to its plan. Hashed every call: a tuple.
 
-    Attributes: as those of ``AttentionProblem``.
+    Attributes: as those of ``AttentionProblem``. An encoder layer's keys are not paged: they lie beside its queries.
     """
 
     num_q_heads: int
@@ -34,6 +34,8 @@ class LayerShape(NamedTuple):
     soft_cap: float | None = None
     sinks_dtype: str | None = None
     has_alibi: bool = False
+    causal: bool = True
+    is_paged: bool = True
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,7 +57,7 @@ def kv_dtype_name(kv_cache_dtype: str, dtype: torch.dtype) -> str:
 def problem_of(
     shape: LayerShape, *, page_size: int = PAGE_SIZE_STEP, head_dim_v: int | None = None
 ) -> AttentionProblem:
-    """The problem of a decoder layer.
+    """The problem of a layer.
 
     Args:
         shape: heads, head size, dtypes and features of the layer on this rank.
@@ -65,11 +67,12 @@ def problem_of(
     Raises:
         InvalidInputError, UnsupportedError: as ``AttentionProblem``.
     """
+    fields = shape._asdict()
     return AttentionProblem(
-        **shape._asdict(),
+        page_size=page_size if fields.pop("is_paged") else None,
         head_dim_v=shape.head_dim if head_dim_v is None else head_dim_v,
         out_dtype=shape.dtype,
-        page_size=page_size,
+        **fields,
     )
 
 
@@ -84,8 +87,6 @@ def refuse_run(config: VllmConfig) -> None:
     Raises:
         UnsupportedError: the first one that is on.
     """
-    from vllm import envs
-
     model, parallel = config.model_config, config.parallel_config
     transfer, speculative = config.kv_transfer_config, config.speculative_config
     unset = "Leave it unset."
@@ -97,7 +98,6 @@ def refuse_run(config: VllmConfig) -> None:
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size, 1, unset),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1, unset),
         ("--kv-transfer-config", transfer is not None and transfer.is_kv_transfer_instance, False, unset),
-        ("VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, False, unset),
         (
             "adaptive verification",
             speculative is not None and speculative.enable_adaptive_verification,
