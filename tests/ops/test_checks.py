@@ -87,7 +87,7 @@ MALFORMED = {
     "seq_lens of int64": ({"seq_lens": torch.tensor([2, 20])}, r"seq_lens: got int64 \[2\]; int32 with 1 dimension"),
     "max_seqlen_q too small": (
         {"max_seqlen_q": 2},
-        r"max_seqlen_q: got 2; the longest query has 3 tokens. Pass the longest query length",
+        r"max_seqlen_q: got 2; the longest request has 3 tokens. Pass the longest length",
     ),
     "softmax_scale of zero": ({"softmax_scale": 0.0}, r"softmax_scale: got 0\.0; 1e-30 to 1e\+30. Pass D \*\* -0\.5"),
     "softmax_scale that float32 cannot hold": ({"softmax_scale": 1e38}, r"softmax_scale: got 1e\+38"),
