@@ -10,7 +10,7 @@ from pathlib import Path
 
 FAULTS = ("permuted q heads", "scale x 1.1", "mask off by one")
 # Of layers that have these.
-WINDOW_FAULT, CAP_FAULT = "window longer by one", "no soft cap"
+WINDOW_FAULT, CAP_FAULT, SINKS_FAULT = "window longer by one", "no soft cap", "no sinks"
 
 
 def plant():
@@ -32,6 +32,8 @@ def plant():
             problem = replace(problem, window=problem.window + 1)
         if fault == CAP_FAULT:
             problem = replace(problem, soft_cap=None)
+        if fault == SINKS_FAULT:
+            problem = replace(problem, sinks_dtype=None)
         if problem != right:
             limits = {"max_num_reqs": workspace.max_num_reqs, "max_num_tokens": workspace.max_num_tokens}
             if right not in workspaces or workspaces[right].problem != problem:
@@ -45,6 +47,8 @@ def plant():
             q = q.roll(1, dims=1)
         if fault == "scale x 1.1":
             softmax_scale *= 1.1
+        if fault == SINKS_FAULT:
+            rest["sinks"] = None
         return attention(
             q, kv_cache, block_table, cu_seqlens_q, seen_lens(seq_lens), softmax_scale=softmax_scale, **rest
         )

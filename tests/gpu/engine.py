@@ -110,14 +110,14 @@ def main() -> int:
     out = parser.parse_args().out
     from benchmarks.harness import environment
     from benchmarks.workload import compile_all, problem
-    from tl_backend.testing.checkpoint import write_llama
+    from tl_backend.testing.checkpoint import write_checkpoint
 
     # Engines find them in TileLang's disk cache: twelve of them would each compile the same.
     compile_all(problem(s["num_q_heads"], s["num_kv_heads"], s["head_dim"], BLOCK_SIZE) for s in MODELS.values())
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(12) as pool, ThreadPoolExecutor(2) as outer:
         paths = {
-            name: write_llama(Path(folder) / str(i), dtype="bfloat16", seed=i, **shape)
+            name: write_checkpoint(Path(folder) / str(i), dtype="bfloat16", seed=i, **shape)
             for i, (name, shape) in enumerate(MODELS.items())
         }
         for part in outer.map(lambda item: compare(item[0], item[1], Path(folder), pool), paths.items()):
