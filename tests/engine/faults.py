@@ -1,9 +1,11 @@
 """A vLLM plugin for tests only: plants a fault in the attention of the process that loads it.
 
 The comparison of tokens with vLLM's own backend proves something only if it fails on each of these. The file named by
-``ATTENTION_FAULT_FILE`` says which fault is on, and is read at every call, so that one engine shows all of them.
+``ATTENTION_FAULT_FILE`` says which fault is on, and is read at every call, so that one engine shows all of them. The
+file ``problems`` beside it tells what the engine's layers are, as (head size, page size, window).
 """
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +26,13 @@ def plant():
         """Off by one: each token sees the keys before it, but not its own."""
         return (seq_lens - 1).clamp(min=0) if file.read_text() == "mask off by one" else seq_lens
 
-    workspaces = {}
+    workspaces, problems = {}, {}
 
     def plan_attention(problem, cu_seqlens_q, seq_lens, *, workspace, **rest):
         fault, right = file.read_text(), problem
+        if problem not in problems:
+            problems[problem] = (problem.head_dim, problem.page_size, problem.window)
+            file.with_name("problems").write_text(json.dumps(list(problems.values())))
         if fault == WINDOW_FAULT and problem.window is not None:
             problem = replace(problem, window=problem.window + 1)
         if fault == CAP_FAULT:

@@ -58,9 +58,10 @@ def main(task: dict) -> dict:
 
 
 def keep_queries_16_bit() -> None:
-    """Have TRITON_ATTN read an 8-bit cache with 16-bit queries, as TileLang does. Its kernel then multiplies in 16 bits.
+    """Have TRITON_ATTN read an 8-bit cache with 16-bit queries, as TileLang does.
 
-    On CUDA it says of each layer that its queries may be rounded to 8 bits, and vLLM rounds them.
+    On CUDA it says of each layer that its queries may be rounded to 8 bits, and vLLM rounds them. Its kernel multiplies
+    in the queries' dtype.
     """
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 

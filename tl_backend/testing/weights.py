@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-# The norm after a block weighs it four times the token itself, which would win every step where output rows are tied.
-TIED_BLOCK_GAIN = 4.0
 BIAS_GAIN = 0.1  # Of a linear's outputs: a missing bias would show, and scores keep their deviation.
 
 
@@ -61,15 +59,19 @@ def _norm(config: dict[str, Any], size: int, gain: float = 1.0) -> torch.Tensor:
 
 
 def _norms(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    hidden, tied = config["hidden_size"], config["tie_word_embeddings"]
+    hidden = config["hidden_size"]
+    # Where the output is tied, a token would follow itself for ever: its embedding is in the residual stream, and gives
+    # it a logit of sqrt(hidden) where nothing else is there. Norms after the 2 * layers blocks make the stream so much
+    # larger that this logit is 1, as that of any other token.
+    gain = math.sqrt(hidden / (2 * config["num_hidden_layers"])) if config["tie_word_embeddings"] else 1.0
     norms = {
         "input_layernorm.weight": _norm(config, hidden),
-        "post_attention_layernorm.weight": _norm(config, hidden, TIED_BLOCK_GAIN if tied else 1.0),
+        "post_attention_layernorm.weight": _norm(config, hidden, gain),
     }
     if config["model_type"] in ("gemma2", "gemma4_text"):
         norms |= {
             "pre_feedforward_layernorm.weight": _norm(config, hidden),
-            "post_feedforward_layernorm.weight": _norm(config, hidden, TIED_BLOCK_GAIN),
+            "post_feedforward_layernorm.weight": _norm(config, hidden, gain),
         }
     if config["model_type"] == "gemma4_text":
         norms["layer_scalar"] = torch.ones(1)
