@@ -10,14 +10,14 @@ import torch
 
 from tests.testing.scores import Attention, attention_scores, dense_attention, expand, load, scores_of
 from tl_backend.cli.demo import MODEL, NUM_TOKENS, PROMPT
-from tl_backend.testing.checkpoint import write_llama
+from tl_backend.testing.checkpoint import write_checkpoint
 
 PROMPT_TOKENS = torch.tensor([list(PROMPT.encode())])
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("model"), **MODEL)
+    return write_checkpoint(tmp_path_factory.mktemp("model"), **MODEL)
 
 
 @torch.no_grad()

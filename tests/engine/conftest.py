@@ -12,7 +12,7 @@ import pytest
 
 from tl_backend.cli.demo_launches import read_counts
 from tl_backend.settings import PREFIX
-from tl_backend.testing.checkpoint import write_llama
+from tl_backend.testing.checkpoint import write_checkpoint
 from tl_backend.testing.server import VllmServer
 
 HERE = Path(__file__).parent
@@ -29,13 +29,13 @@ LOGPROB_TOLERANCE = 1e-4
 
 @pytest.fixture(scope="session")
 def gqa7_model(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("gqa7"), num_q_heads=14, num_kv_heads=2, head_dim=32, seed=7)
+    return write_checkpoint(tmp_path_factory.mktemp("gqa7"), num_q_heads=14, num_kv_heads=2, head_dim=32, seed=7)
 
 
 @pytest.fixture(scope="session")
 def qwen3_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
-    return write_llama(folder, architecture="qwen3", num_q_heads=4, num_kv_heads=2, head_dim=64, seed=3)
+    return write_checkpoint(folder, architecture="qwen3", num_q_heads=4, num_kv_heads=2, head_dim=64, seed=3)
 
 
 @pytest.fixture(scope="session")

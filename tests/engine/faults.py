@@ -1,16 +1,18 @@
 """A vLLM plugin for tests only: plants a fault in the attention of the process that loads it.
 
 The comparison of tokens with vLLM's own backend proves something only if it fails on each of these. The file named by
-``ATTENTION_FAULT_FILE`` says which fault is on, and is read at every call, so that one engine shows all of them.
+``ATTENTION_FAULT_FILE`` says which fault is on, and is read at every call, so that one engine shows all of them. The
+file ``problems`` beside it tells what the engine's layers are, as (head size, page size, window).
 """
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 FAULTS = ("permuted q heads", "scale x 1.1", "mask off by one")
 # Of layers that have these.
-WINDOW_FAULT, CAP_FAULT = "window longer by one", "no soft cap"
+WINDOW_FAULT, CAP_FAULT, SINKS_FAULT = "window longer by one", "no soft cap", "no sinks"
 
 
 def plant():
@@ -24,14 +26,19 @@ def plant():
         """Off by one: each token sees the keys before it, but not its own."""
         return (seq_lens - 1).clamp(min=0) if file.read_text() == "mask off by one" else seq_lens
 
-    workspaces = {}
+    workspaces, problems = {}, {}
 
     def plan_attention(problem, cu_seqlens_q, seq_lens, *, workspace, **rest):
         fault, right = file.read_text(), problem
+        if problem not in problems:
+            problems[problem] = (problem.head_dim, problem.page_size, problem.window)
+            file.with_name("problems").write_text(json.dumps(list(problems.values())))
         if fault == WINDOW_FAULT and problem.window is not None:
             problem = replace(problem, window=problem.window + 1)
         if fault == CAP_FAULT:
             problem = replace(problem, soft_cap=None)
+        if fault == SINKS_FAULT:
+            problem = replace(problem, sinks_dtype=None)
         if problem != right:
             limits = {"max_num_reqs": workspace.max_num_reqs, "max_num_tokens": workspace.max_num_tokens}
             if right not in workspaces or workspaces[right].problem != problem:
@@ -45,6 +52,8 @@ def plant():
             q = q.roll(1, dims=1)
         if fault == "scale x 1.1":
             softmax_scale *= 1.1
+        if fault == SINKS_FAULT:
+            rest["sinks"] = None
         return attention(
             q, kv_cache, block_table, cu_seqlens_q, seen_lens(seq_lens), softmax_scale=softmax_scale, **rest
         )

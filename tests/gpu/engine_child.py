@@ -15,17 +15,20 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def main(task: dict) -> dict:
-    """``task``: model, backend, eager, and the faults to go through."""
+    """``task``: model, backend, eager, kv_cache_dtype, and the faults to go through."""
     from vllm import LLM, SamplingParams
 
     from tests.engine import faults
     from tl_backend.telemetry import launches
 
+    if task["backend"] == "TRITON_ATTN" and task["kv_cache_dtype"] != "auto":
+        keep_queries_16_bit()
     llm = LLM(
         task["model"],
         attention_backend=task["backend"],
         dtype="bfloat16",
         enforce_eager=task["eager"],
+        kv_cache_dtype=task["kv_cache_dtype"],
         kv_cache_memory_bytes=2 << 30,
         gpu_memory_utilization=0.05,  # Engines share the GPU; vLLM checks at start that so much of it is free.
         max_model_len=4096,
@@ -52,6 +55,28 @@ def main(task: dict) -> dict:
         counted = {kernel: n - before.get(kernel, 0) for kernel, n in launches.counts().items()}
         result[fault] = {"answers": answers, "launches": counted}
     return result
+
+
+def keep_queries_16_bit() -> None:
+    """Have TRITON_ATTN read an 8-bit cache with 16-bit queries, as TileLang does.
+
+    On CUDA it says of each layer that its queries may be rounded to 8 bits, and vLLM rounds them. Its kernel multiplies
+    in the queries' dtype.
+    """
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    construct, forward = TritonAttentionImpl.__init__, TritonAttentionImpl.forward
+
+    def init(self, *args, **kwargs) -> None:
+        construct(self, *args, **kwargs)
+        self.supports_quant_query_input = False
+
+    def checked(self, layer, query, *args, **kwargs):
+        if query.element_size() != 2:
+            raise RuntimeError(f"queries should have 16 bits, and are {query.dtype}")
+        return forward(self, layer, query, *args, **kwargs)
+
+    TritonAttentionImpl.__init__, TritonAttentionImpl.forward = init, checked
 
 
 def chosen(tokens: list[int], steps: list[dict]) -> list[float]:

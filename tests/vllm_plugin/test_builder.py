@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tl_backend import ops
 from tl_backend.errors import UnsupportedError
-from tl_backend.testing.checkpoint import write_llama
+from tl_backend.testing.checkpoint import write_checkpoint
 from tl_backend.vllm_plugin import builder as builder_module
 from tl_backend.vllm_plugin.builder import TileLangMetadataBuilder
 from tl_backend.vllm_plugin.layer import LayerShape, refuse_run
@@ -34,7 +34,7 @@ PAGE = 32
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("llama"), num_q_heads=4, num_kv_heads=2, head_dim=32)
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), num_q_heads=4, num_kv_heads=2, head_dim=32)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from rich.table import Table
 from tl_backend.cli.demo_launches import LaunchCheckError, check_counts, difference, read_counts
 from tl_backend.cli.demo_machine import Machine, find_machine
 from tl_backend.errors import TLBackendError
-from tl_backend.testing.checkpoint import write_llama
+from tl_backend.testing.checkpoint import write_checkpoint
 from tl_backend.testing.server import VllmServer
 
 # The seed is chosen so that the text does not repeat itself and no step's best two logits are near: neither float16 nor
@@ -92,7 +92,7 @@ def run(folder: Path, log_dir: Path | None = None) -> None:
     machine = find_machine()
     logs = log_dir or folder
     logs.mkdir(parents=True, exist_ok=True)
-    model = write_llama(folder / "model", **MODEL)
+    model = write_checkpoint(folder / "model", **MODEL)
     console.print(f"A random Llama of {MODEL['num_layers']} layers, served on: [bold]{escape(machine.name)}[/]")
 
     console.print("\n[bold]vllm serve --attention-backend tilelang[/]")

@@ -8,26 +8,31 @@ and a wrong scale, mask or head order changes no token: an equality test on such
 from __future__ import annotations
 
 import json
-import math
 import string
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tl_backend.errors import InvalidInputError, describe
 
-if TYPE_CHECKING:
-    import torch
-
-Architecture = Literal["llama", "qwen3", "mistral", "gemma2"]
+Architecture = Literal["llama", "qwen3", "mistral", "gemma2", "gemma4", "gpt_oss"]
 
 NUM_BYTES = 256
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCAB_SIZE = NUM_BYTES + 3
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation + " "
-RMS_NORM_EPS = 1e-6
+# gpt-oss's experts. All are chosen for every token: where two are equally good, rounding would choose between them.
+NUM_EXPERTS = 4
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
 
 
-def write_llama(
+def write_checkpoint(
     path: str | Path,
     *,
     architecture: Architecture = "llama",
@@ -42,26 +47,38 @@ def write_llama(
     qk_gain: float = 4.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    global_head_dim: int | None = None,
+    num_global_kv_heads: int | None = None,
+    num_kv_shared_layers: int = 0,
     alphabet: str = PRINTABLE,
     dtype: str = "float32",
 ) -> Path:
     """Write config, weights and a byte-level tokenizer to ``path``.
 
     Greedy text is of ``alphabet`` alone: the output rows of all other tokens are zero, so their logit is 0, which the
-    best of some dozens of random ones exceeds. The end-of-sequence token is among the zero rows: it never comes.
+    best of some dozens of random ones exceeds. The end-of-sequence token is among the zero rows: it never comes. The
+    Gemmas tie these rows to their embeddings: their text is of any token.
 
     Args:
         path: a folder; made if missing.
-        architecture: "llama", "qwen3" (normalises q and k a head), "mistral" (a sliding window in every layer) or
-            "gemma2" (a window in every second layer, a soft cap on the attention's logits, tied embeddings).
-        num_layers, num_q_heads, num_kv_heads, head_dim: as in the config.
+        architecture: "llama", "qwen3" (normalises q and k a head), "mistral" (a sliding window in every layer),
+            "gemma2" (a window in every second layer, the first one first; a soft cap on the attention's logits),
+            "gemma4" (a window and ``head_dim`` in every second layer, ``global_head_dim`` in the others) or "gpt_oss"
+            (attention sinks, biases, experts, a window in every second layer).
+        num_layers: even for "gemma4", whose last layer has no window.
+        num_q_heads, num_kv_heads, head_dim: as in the config.
         hidden_size: default ``num_q_heads * head_dim``.
         intermediate_size: default twice ``hidden_size``.
         max_position_embeddings: longest context.
-        sliding_window: keys of the window, for "mistral" and "gemma2".
-        soft_cap: of the attention's logits, for "gemma2".
         seed: same seed, same bytes.
-        qk_gain: standard deviation of the scaled attention scores ``q @ k / sqrt(head_dim)``, near enough.
+        qk_gain: standard deviation of the scaled attention scores ``q @ k * softmax_scale``, near enough.
+        sliding_window: keys of the window; without effect on "llama" and "qwen3".
+        soft_cap: of the attention's logits, for "gemma2".
+        global_head_dim: of "gemma4"'s layers without a window; default twice ``head_dim``.
+        num_global_kv_heads: of "gemma4"'s layers without a window, whose keys then are their values, too. Default:
+            ``num_kv_heads``, and values of their own.
+        num_kv_shared_layers: so many last layers of "gemma4" have no keys and values: they read the cache of the last
+            layer of their kind before them.
         alphabet: ASCII characters that may be generated. Fewer of them leave wider gaps between the best two logits.
         dtype: of the stored weights, a torch dtype's name.
 
@@ -69,20 +86,18 @@ def write_llama(
         ``path``, as a Path.
 
     Raises:
-        InvalidInputError: head counts that do not divide, or an unknown architecture.
+        InvalidInputError: head counts that do not divide, an unknown architecture, or layers that "gemma4" cannot have.
     """
+    import torch
+    from safetensors.torch import save_file
+
+    from tl_backend.testing.weights import draw_weights
+
+    _check(architecture, num_layers, num_q_heads, (num_kv_heads, num_global_kv_heads), num_kv_shared_layers)
     hidden_size = hidden_size or num_q_heads * head_dim
-    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
-        raise InvalidInputError(
-            describe(
-                "head counts",
-                value=f"{num_q_heads} q heads, {num_kv_heads} kv heads",
-                limit="q heads must be a multiple of kv heads",
-                remedy="Choose other counts.",
-            )
-        )
-    config = {
-        **_architecture_fields(architecture, num_layers, head_dim, sliding_window, soft_cap),
+    config: dict[str, Any] = {
+        "architectures": [CLASSES[architecture]],
+        "model_type": architecture,
         "vocab_size": VOCAB_SIZE,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_q_heads,
@@ -91,20 +106,34 @@ def write_llama(
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size or 2 * hidden_size,
         "max_position_embeddings": max_position_embeddings,
-        "rms_norm_eps": RMS_NORM_EPS,
-        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": architecture == "gemma2",
+        "tie_word_embeddings": architecture in ("gemma2", "gemma4"),
         "torch_dtype": dtype,
         "bos_token_id": NUM_BYTES,
         "eos_token_id": NUM_BYTES + 1,
         "pad_token_id": NUM_BYTES + 2,
     }
+    if architecture not in ("llama", "qwen3"):
+        config["sliding_window"] = sliding_window
+    if architecture in ("gemma2", "gemma4", "gpt_oss"):
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [kinds[layer % 2] for layer in range(num_layers)]
+    config |= _own_fields(architecture, head_dim, soft_cap, max_position_embeddings)
+    if architecture == "gemma4":
+        config |= {
+            "global_head_dim": global_head_dim or 2 * head_dim,
+            "num_global_key_value_heads": num_global_kv_heads,
+            "attention_k_eq_v": num_global_kv_heads is not None,
+            "num_kv_shared_layers": num_kv_shared_layers,
+        }
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     _write_json(path / "config.json", config)
-    _write_weights(path / "model.safetensors", config, seed=seed, qk_gain=qk_gain, alphabet=alphabet)
+    weights = draw_weights(config, seed=seed, qk_gain=qk_gain, alphabet=alphabet)
+    stored = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     write_byte_tokenizer(path)
     return path
 
@@ -132,31 +161,82 @@ def write_byte_tokenizer(path: Path) -> None:
     )
 
 
-def _architecture_fields(
-    architecture: Architecture, num_layers: int, head_dim: int, sliding_window: int | None, soft_cap: float | None
-) -> dict[str, Any]:
-    names = {
-        "llama": "LlamaForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "gemma2": "Gemma2ForCausalLM",
-    }
-    if architecture not in names:
+def _check(
+    architecture: str,
+    num_layers: int,
+    num_q_heads: int,
+    kv_heads: tuple[int, int | None],
+    num_kv_shared_layers: int,
+) -> None:
+    if architecture not in CLASSES:
         raise InvalidInputError(
-            describe("architecture", value=architecture, limit=" or ".join(names), remedy="Choose one of these.")
+            describe("architecture", value=architecture, limit=" or ".join(CLASSES), remedy="Choose one of these.")
         )
-    fields: dict[str, Any] = {"architectures": [names[architecture]], "model_type": architecture}
-    if architecture in ("mistral", "gemma2"):
-        fields["sliding_window"] = sliding_window
+    for num_kv_heads in kv_heads:
+        if num_kv_heads is not None and (num_kv_heads < 1 or num_q_heads % num_kv_heads):
+            raise InvalidInputError(
+                describe(
+                    "head counts",
+                    value=f"{num_q_heads} q heads, {num_kv_heads} kv heads",
+                    limit="q heads must be a multiple of kv heads",
+                    remedy="Choose other counts.",
+                )
+            )
+    if architecture == "gemma4" and (num_layers % 2 or num_layers - num_kv_shared_layers < 2):
+        raise InvalidInputError(
+            describe(
+                "layers",
+                value=f"{num_layers}, {num_kv_shared_layers} of them without keys and values",
+                limit="an even number, and one layer of each kind before those that read its cache",
+                remedy="Choose other counts.",
+            )
+        )
+
+
+def _own_fields(
+    architecture: Architecture, head_dim: int, soft_cap: float | None, max_position_embeddings: int
+) -> dict[str, Any]:
+    """What one architecture's config alone has, or has otherwise."""
     if architecture == "gemma2":
-        fields |= {
-            "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
+        return {
+            "rope_theta": 10000.0,
             "attn_logit_softcapping": soft_cap,
             "final_logit_softcapping": None,
             "query_pre_attn_scalar": head_dim,
             "hidden_activation": "gelu_pytorch_tanh",
         }
-    return fields
+    if architecture == "gemma4":
+        return {
+            "model_type": "gemma4_text",
+            "final_logit_softcapping": None,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,  # No embeddings a layer: they are no part of attention.
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                },
+            },
+        }
+    if architecture == "gpt_oss":
+        return {
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,  # vLLM takes it for granted.
+            "num_local_experts": NUM_EXPERTS,
+            "num_experts_per_tok": NUM_EXPERTS,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": max_position_embeddings // 4,
+            },
+        }
+    return {"rope_theta": 10000.0}
 
 
 def _byte_characters() -> list[str]:
@@ -164,70 +244,6 @@ def _byte_characters() -> list[str]:
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     spare = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return [chr(byte) if byte in kept else chr(next(spare)) for byte in range(NUM_BYTES)]
-
-
-def _write_weights(path: Path, config: dict[str, Any], *, seed: int, qk_gain: float, alphabet: str) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, config["torch_dtype"])
-
-    def linear(fan_out: int, fan_in: int, gain: float = 1.0) -> torch.Tensor:
-        # Variance gain^2 / fan_in turns unit-variance inputs into outputs of standard deviation `gain`.
-        return torch.randn(fan_out, fan_in, generator=generator) * (gain / math.sqrt(fan_in))
-
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    # The score q @ k / sqrt(D) of independent unit-variance q and k has standard deviation 1: each side takes the root.
-    # Qwen3's q and k norms erase the projections' scale, and their weights set it instead.
-    normed = config["model_type"] == "qwen3"
-    qk_scale = math.sqrt(qk_gain)
-    # Gemma multiplies embeddings by sqrt(hidden), ties the output to them and adds 1 to the weights of its norms. The
-    # norm after a block weighs it four times the token itself, which would win every step.
-    gemma = config["model_type"] == "gemma2"
-    unit, after = (torch.zeros(hidden), torch.full((hidden,), 3.0)) if gemma else (torch.ones(hidden),) * 2
-    embedding = torch.randn(VOCAB_SIZE, hidden, generator=generator)
-    output = linear(VOCAB_SIZE, hidden) * _rows_of(alphabet)[:, None]
-    tensors = {
-        "model.embed_tokens.weight": embedding / math.sqrt(hidden) if gemma else embedding,
-        "model.norm.weight": unit,
-    }
-    if not gemma:
-        tensors["lm_head.weight"] = output
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        tensors |= {
-            f"{prefix}.input_layernorm.weight": unit.clone(),
-            f"{prefix}.post_attention_layernorm.weight": after.clone(),
-            f"{prefix}.self_attn.q_proj.weight": linear(q_rows, hidden, qk_scale),
-            f"{prefix}.self_attn.k_proj.weight": linear(kv_rows, hidden, qk_scale),
-            f"{prefix}.self_attn.v_proj.weight": linear(kv_rows, hidden),
-            # Attention averages values and shrinks them; the gain lets it weigh as much as the residual stream.
-            f"{prefix}.self_attn.o_proj.weight": linear(hidden, q_rows, 2.0),
-            f"{prefix}.mlp.gate_proj.weight": linear(inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": linear(inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": linear(hidden, inner),
-        }
-        if gemma:
-            tensors |= {
-                f"{prefix}.pre_feedforward_layernorm.weight": unit.clone(),
-                f"{prefix}.post_feedforward_layernorm.weight": after.clone(),
-            }
-        if normed:
-            tensors |= {
-                f"{prefix}.self_attn.q_norm.weight": torch.full((head_dim,), qk_scale),
-                f"{prefix}.self_attn.k_norm.weight": torch.full((head_dim,), qk_scale),
-            }
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-
-
-def _rows_of(alphabet: str) -> torch.Tensor:
-    import torch
-
-    rows = torch.zeros(VOCAB_SIZE)
-    rows[[ord(character) for character in alphabet]] = 1.0
-    return rows
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
