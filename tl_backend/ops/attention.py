@@ -10,6 +10,7 @@ import torch
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, UnsupportedError, describe
 from tl_backend.ops.checks import (
+    check_current_device,
     check_device,
     check_index,
     check_shape,
@@ -136,7 +137,7 @@ def paged_attention(
             workspace=workspace,
             num_splits=num_splits,
         )
-        _check_current_device(q)
+        check_current_device(q)
     else:
         require(
             num_splits is None,
@@ -228,17 +229,6 @@ def _checked_problem(
     )
     check_supported(problem, spec)
     return problem
-
-
-def _check_current_device(q: torch.Tensor) -> None:
-    current = torch.cuda.current_device() if q.is_cuda else None
-    require(
-        q.device.index in (None, current),
-        "device",
-        value=q.device,
-        limit=f"kernels launch on the current device, {current}",
-        remedy=f"Call torch.cuda.set_device({q.device.index}) before the first kernel of the process is compiled.",
-    )
 
 
 def _check_pages(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor) -> None:
