@@ -12,7 +12,7 @@ from tl_backend.testing.cases import make_problem
 
 ARCHES = [*SHARED_MEMORY_PER_BLOCK, "c"]
 RATIOS = (1, 2, 3, 5, 7, 8, 12, 24, 71)
-PAGES = (16, 32, 48, 64, 96, 128, 272, 544, 4352)
+PAGES = (16, 32, 48, 64, 96, 128, 272, 528, 544, 672, 784, 1152, 1280, 2112, 4192, 4352)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

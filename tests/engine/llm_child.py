@@ -51,18 +51,50 @@ def preempted(generate):
     return generate([prompt(60 + n, 10 + n) for n in range(7)], 4 * BLOCK - 60)
 
 
+def shared_prefix(generate):
+    """Sixteen prompts at once whose first nine blocks are one; one has nothing else. Then again, from the cache."""
+    shared = prompt(9 * BLOCK, 1)
+    prompts = [shared + prompt(3 * n, n + 2) for n in range(16)]
+    return [*generate(prompts, 8), *generate(prompts, 8)]
+
+
+def long_prompt(generate):
+    """Longer than 2048 tokens, in chunks, while another request decodes."""
+    return generate([prompt(40 * CHUNK + 11, 3), prompt(5, 4)], 8)
+
+
+def adapters(generate):
+    """Three prompts without an adapter; then, in one batch, with one that changes nothing and with one that does.
+
+    Not all nine at once: vLLM's CPU LoRA (0.32) gives a row without an adapter the last one, by torch's index -1.
+    """
+    prompts = [prompt(n, n) for n in (3, BLOCK, 50)]
+    return [*generate(prompts, 8), *generate(prompts * 2, 8, ["zero"] * 3 + ["real"] * 3)]
+
+
 SCENARIOS = (mixed, chunked, prefix_hit, preempted)
+OTHER_SCENARIOS = (shared_prefix, long_prompt, adapters)
 
 
 def main(task):
-    """``task``: model, backend, and optionally fault_file with the faults to go through."""
+    """Run the scenarios.
+
+    ``task``: model, backend, and optionally fault_file with the faults to go through, ``engine``: other settings,
+    ``scenarios``: their names, ``adapters``: folders of LoRA adapters by name.
+    """
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
-    llm = LLM(task["model"], attention_backend=task["backend"], **ENGINE)
+    llm = LLM(task["model"], attention_backend=task["backend"], **ENGINE | task.get("engine", {}))
+    folders = task.get("adapters", {})
+    requests = {name: LoRARequest(name, number, path) for number, (name, path) in enumerate(folders.items(), start=1)}
+    names = task.get("scenarios", [scenario.__name__ for scenario in SCENARIOS])
 
-    def generate(prompts, num_tokens):
+    def generate(prompts, num_tokens, adapters=None):
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        loras = None if adapters is None else [requests.get(name) for name in adapters]
+        prompts = [{"prompt_token_ids": p} for p in prompts]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -83,7 +115,7 @@ def main(task):
         if "fault_file" in task:  # Engines share it: the one before has left its last fault there.
             Path(task["fault_file"]).write_text(fault)
         runs = {}
-        for scenario in SCENARIOS:
+        for scenario in (s for s in (*SCENARIOS, *OTHER_SCENARIOS) if s.__name__ in names):
             llm.reset_prefix_cache()
             before = preemptions()
             runs[scenario.__name__] = {"answers": scenario(generate), "preemptions": preemptions() - before}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, TLBackendError, UnsupportedError
 from tl_backend.ops import AttentionWorkspace, paged_attention, paged_cache_write, plan_attention, unsupported_reason
-from tl_backend.ops.checks import kernel_strides
+from tl_backend.ops.checks import check_current_device, kernel_strides
 from tl_backend.testing.cases import make_problem
 
 CPU = torch.device("cpu")
@@ -261,3 +262,28 @@ def test_gpu_tensors_start_at_a_vector() -> None:
     offset = next(n for n in range(8) if (tensor.data_ptr() + 2 * n) % 16 == 0) + 4
     with pytest.raises(InvalidInputError, match=r"address % 16 = 8"):
         kernel_strides("q", tensor[offset : offset + 1024].view(2, 8, 64), H200)
+
+
+def test_tensors_on_another_device_than_the_current_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES.md P7: kernels launch on the current device. vLLM gives each worker its own."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for index in (0, 1):
+        tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+        if index == 0:
+            check_current_device(tensor)
+            continue
+        message = r"device: got cuda:1; kernels launch on the current device, 0\. Call torch\.cuda\.set_device\(1\)"
+        with pytest.raises(InvalidInputError, match=message):
+            check_current_device(tensor)
+
+
+def test_both_operations_ask_for_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for module in ("attention", "cache_write"):
+        monkeypatch.setattr(f"tl_backend.ops.{module}.check_current_device", asked.append)
+    arguments = good()
+    paged_attention(**arguments)
+    paged_cache_write(
+        torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), arguments["kv_cache"], torch.zeros(1, dtype=torch.int64)
+    )
+    assert [tensor.shape for tensor in asked] == [arguments["q"].shape, arguments["kv_cache"].shape]

@@ -105,6 +105,14 @@ def test_every_sequence_length_with_more_pieces_than_tiles_and_fewer(seq_len: in
     check_attention(SMALL, Case(query_lens=(1,), seq_lens=(seq_len,), num_splits=5, padding_rows=0), CPU)
 
 
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_context_lengths_around_powers_of_two(num_splits: int) -> None:
+    """CASES.md A39: right up to 2048 keys, and random beyond, elsewhere; tests/gpu has every length."""
+    seq_lens = tuple(n + off for n in (2048, 4096, 8192) for off in (-1, 0, 1))
+    case = Case(query_lens=(1,) * len(seq_lens), seq_lens=seq_lens, num_splits=num_splits)
+    check_attention(make_problem(4, 2, 32, 16), case, CPU)
+
+
 @pytest.mark.parametrize("kv_layout", KV_LAYOUTS)
 @pytest.mark.parametrize("q_view", Q_VIEWS)
 def test_every_layout_with_every_query_view(kv_layout, q_view) -> None:

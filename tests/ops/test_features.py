@@ -46,6 +46,24 @@ def test_a_window_holds_exactly_its_keys(window: int) -> None:
     check_attention(make_problem(12, 1, 32, 16, window=window), MIXED, CPU)
 
 
+def test_the_window_of_a_model_at_its_edge() -> None:
+    """CASES.md A27: 12 query heads of a kv head, 4096 keys, contexts just below, at and beyond them."""
+    seq_lens = (4095, 4096, 4097, 8191)
+    problem = make_problem(12, 1, 32, 16, window=4096)
+    check_attention(problem, Case(query_lens=(1, 1, 1, 1), seq_lens=seq_lens, num_splits=1), CPU)
+    check_attention(problem, Case(query_lens=(3, 3, 3, 3), seq_lens=seq_lens), CPU)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 10.0, 80.0])
+def test_sinks_far_from_the_logits(sink: float, kv_dtype: str) -> None:
+    """CASES.md A32: decoded whole and in pieces, and prefilled. A sink of 80 leaves outputs of 1e-32."""
+    problem = make_problem(8, 2, 32, 16, sinks_dtype="float32", kv_dtype=kv_dtype)
+    mixed = {"query_lens": (1, 0, 1, 1, 20, 2), "seq_lens": (300, 9, 1, 0, 100, 3), "sinks": (sink,)}
+    for num_splits in (1, 3):
+        check_attention(problem, Case(**mixed, num_splits=num_splits), CPU)
+
+
 @pytest.mark.parametrize("kv_dtype", FLOAT8_DTYPES)
 def test_8_bit_caches(kv_dtype: str) -> None:
     problem = make_problem(8, 2, 32, 32, kv_dtype=kv_dtype)

@@ -63,6 +63,11 @@ def test_many_queries_of_one_kv_head(ratio: int) -> None:
     check_attention(RATIOS[ratio], Case(query_lens=(2, 33, 1), seq_lens=(3, 300, 1)), CPU)
 
 
+def test_a_few_tokens_of_every_request() -> None:
+    """CASES.md B9: steps of speculative decoding, where a longest query of 1 is an error to take for granted."""
+    check_attention(SMALL, Case(query_lens=(4, 4, 4, 4), seq_lens=(4, 37, 128, 301)), CPU)
+
+
 @pytest.mark.parametrize("kv_layout", KV_LAYOUTS)
 @pytest.mark.parametrize("q_view", Q_VIEWS)
 def test_every_layout_with_every_query_view(kv_layout, q_view) -> None:

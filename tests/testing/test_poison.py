@@ -10,21 +10,33 @@ import pytest
 import torch
 
 from tl_backend.ops.reference import paged_attention_reference, paged_cache_write_reference
+from tl_backend.problem import FLOAT8_DTYPES
 from tl_backend.testing.cases import CANARY_ROWS, KV_LAYOUTS, OUT_VIEWS, Q_VIEWS, Case, make_batch, make_problem
-from tl_backend.testing.poison import PoisonError, check_attention, check_cache_write, relative_rms
+from tl_backend.testing.poison import LARGE, PoisonError, check_attention, check_cache_write, relative_rms
 
 CPU = torch.device("cpu")
 PROBLEM = make_problem(4, 2, 32, 16)
 CASE = Case(query_lens=(1, 0, 1, 5, 20), seq_lens=(17, 9, 1, 33, 20))
+BITS = {4: torch.int32, 1: torch.uint8}
+WINDOW = 6  # Before it, request 0 has the keys 0 ... 10 in its first page, and request 3 the keys 0 ... 22 in two.
 
 
-def right(q, kv_cache, block_table, cu_seqlens_q, seq_lens, *, out, softmax_scale, causal, **_):
-    out.copy_(
-        paged_attention_reference(
-            q, kv_cache, block_table, cu_seqlens_q, seq_lens, softmax_scale=softmax_scale, causal=causal
-        )
-    )
+def right(q, kv_cache, block_table, cu_seqlens_q, seq_lens, *, out, softmax_scale, causal, window=None, **rest):
+    if window is not None:  # The reference multiplies what it masks by zero.
+        kv_cache = _without_what_is_before(window, kv_cache, block_table, cu_seqlens_q, seq_lens)
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window": window}
+    scales = {name: rest[name] for name in ("k_scale", "v_scale") if name in rest}
+    out.copy_(paged_attention_reference(q, kv_cache, block_table, cu_seqlens_q, seq_lens, **options, **scales))
     return out
+
+
+def _without_what_is_before(window, kv_cache, block_table, cu_seqlens_q, seq_lens):
+    cleaned = kv_cache.clone()
+    for request, (length, seq_len) in enumerate(zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist(), strict=True)):
+        hidden = torch.arange(max(0, min(seq_len, seq_len - length - window + 1)))
+        blocks = block_table[request].long()[hidden // 16]
+        cleaned.view(BITS[cleaned.element_size()])[blocks, :, hidden % 16] = 0
+    return cleaned
 
 
 def wrong(**changes: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -66,6 +78,22 @@ def read_past_the_table(x: dict[str, Any]) -> None:
 
 def read_unowned_blocks(x: dict[str, Any]) -> None:
     x["out"][:5] += 0 * x["kv_cache"].sum()
+
+
+def _before_the_window(x: dict[str, Any]) -> torch.Tensor:
+    """Keys and values of request 0 that its window has left behind, in the page where the window begins."""
+    return x["kv_cache"][x["block_table"][0, 0].long()][:, : 17 - WINDOW]
+
+
+def filter_what_is_before_the_window(x: dict[str, Any]) -> None:
+    """What a kernel does that skips tiles but not keys, and whose maximum drops what is no number."""
+    leaked = _before_the_window(x).nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    x["out"][0] += 1e-3 * leaked.amax().clamp(min=0.0)
+
+
+def filter_from_below(x: dict[str, Any]) -> None:
+    leaked = _before_the_window(x).nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    x["out"][0] += 1e-3 * leaked.amin().clamp(max=0.0)
 
 
 class Stateful:
@@ -141,6 +169,42 @@ def test_a_fault_is_caught_by_its_rule(fault: str) -> None:
     rule, operation = FAULTS[fault]
     with pytest.raises(PoisonError, match=rule):
         check_attention(PROBLEM, CASE, CPU, operation=operation)
+
+
+WINDOW_FAULTS = {
+    "a window longer by one": ("error", wrong(window=lambda x: WINDOW + 1)),
+    "the window only skips tiles": ("error", wrong(window=lambda x: None)),
+    "0 * NaN before the window": ("P2", then(lambda x: x["out"][0].add_((0 * _before_the_window(x)).sum()))),
+    "large keys before the window": ("P8", then(filter_what_is_before_the_window)),
+    "large negative keys before the window": ("P8", then(filter_from_below)),
+}
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", *FLOAT8_DTYPES])
+def test_the_right_operation_with_a_window_passes(kv_dtype: str) -> None:
+    problem = make_problem(4, 2, 32, 16, window=WINDOW, kv_dtype=kv_dtype)
+    check_attention(problem, CASE, CPU, operation=right)
+
+
+@pytest.mark.parametrize("kv_dtype", FLOAT8_DTYPES)
+def test_poison_of_an_8_bit_cache_is_nan_infinite_or_the_largest_number(kv_dtype: str) -> None:
+    batch = make_batch(make_problem(4, 2, 32, 16, kv_dtype=kv_dtype), CASE, CPU)
+    dtype = getattr(torch, kv_dtype)
+    largest = torch.finfo(dtype).max
+    seen = {}
+    for value in (math.nan, math.inf, LARGE, -LARGE, 0.0):
+        batch.poison(value, -1)
+        seen[value] = float(batch.kv_store.view(dtype).flatten()[0])  # Of the canary before the pool.
+    assert math.isnan(seen[math.nan])
+    assert not abs(seen[math.inf]) < largest
+    assert (seen[LARGE], seen[-LARGE], seen[0.0]) == (largest, -largest, 0.0)
+
+
+@pytest.mark.parametrize("fault", WINDOW_FAULTS)
+def test_a_fault_of_a_window_is_caught_by_its_rule(fault: str) -> None:
+    rule, operation = WINDOW_FAULTS[fault]
+    with pytest.raises(PoisonError, match=rule):
+        check_attention(make_problem(4, 2, 32, 16, window=WINDOW), CASE, CPU, operation=operation)
 
 
 def test_a_wrong_row_among_many_right_ones_is_caught() -> None:

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 from tl_backend.ops.reference import varlen_attention_reference
-from tl_backend.testing.checkpoint import write_llama
+from tl_backend.testing.checkpoint import write_checkpoint
 from tl_backend.testing.poison import relative_rms
 from tl_backend.vllm_plugin.backend import TileLangBackend
 
@@ -33,7 +33,7 @@ def config(tmp_path, register, monkeypatch):
     monkeypatch.setenv("TL_BACKEND_CPU", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield EngineArgs(
-        model=str(write_llama(tmp_path / "llama", num_q_heads=H, num_kv_heads=HK, head_dim=D)),
+        model=str(write_checkpoint(tmp_path / "llama", num_q_heads=H, num_kv_heads=HK, head_dim=D)),
         dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256, block_size=N,
         enforce_eager=True, attention_backend="tilelang",
     ).create_engine_config()  # fmt: skip

@@ -47,7 +47,11 @@ def test_other_head_sizes_are_refused(head_size):
         problem_of(SHAPE._replace(head_dim=head_size))
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 272, 528, 544, 784, 1056, 2112, 4352])
+# CASES.md B13, B14: what users pass, and what hybrid models come out with.
+BLOCK_SIZES = [16, 32, 48, 64, 128, 256, 272, 528, 544, 672, 784, 1056, 1152, 1280, 2112, 4192, 4352]
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_declared_block_sizes_are_problems(block_size):
     (declared,) = TileLangBackend.get_supported_kernel_block_sizes()
     assert declared == MultipleOf(16)
@@ -58,7 +62,7 @@ def test_declared_block_sizes_are_problems(block_size):
     assert TileLangBackend.get_preferred_block_size(block_size) == block_size
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 24, 100])
+@pytest.mark.parametrize("block_size", [1, 8, 24, 100])  # CASES.md B14.
 def test_other_block_sizes_are_refused(block_size):
     reasons = refusals(block_size=block_size)
     assert "block_size not supported" in reasons

@@ -1,16 +1,11 @@
 """The builder: problems from the layers, everything compiled at construction, and a plan a step."""
 
 import logging
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import envs
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -21,58 +16,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.vllm_plugin.steps import PAGE, common
 from tl_backend import ops
 from tl_backend.errors import UnsupportedError
-from tl_backend.testing.checkpoint import write_checkpoint
 from tl_backend.vllm_plugin import builder as builder_module
 from tl_backend.vllm_plugin.builder import TileLangMetadataBuilder
 from tl_backend.vllm_plugin.layer import LayerShape, refuse_run
 
 CPU = torch.device("cpu")
-PAGE = 32
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), num_q_heads=4, num_kv_heads=2, head_dim=32)
-
-
-@pytest.fixture
-def config(model, register, monkeypatch):
-    """A whole vLLM config, as the engine makes it; it leaves its marks in os.environ."""
-    before = dict(os.environ)
-    monkeypatch.setenv("TL_BACKEND_CPU", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield EngineArgs(
-        model=str(model),
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=128,
-        block_size=PAGE,
-        enforce_eager=True,
-        attention_backend="tilelang",
-    ).create_engine_config()
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture
-def layers(config):
-    """Registers attention layers with the config, as a model does while it is built.
-
-    Each is (query heads, kv heads, head size), or these and more arguments.
-    """
-
-    def add(*shapes):
-        with set_current_vllm_config(config):
-            for heads, kv_heads, size, *rest in shapes:
-                name = f"model.layers.{len(config.compilation_config.static_forward_context)}.self_attn.attn"
-                more = rest[0] if rest else {}
-                Attention(heads, size, size**-0.5, kv_heads, cache_config=config.cache_config, prefix=name, **more)
-        return list(config.compilation_config.static_forward_context)
-
-    return add
 
 
 SPEC = {"block_size": PAGE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -84,24 +35,6 @@ def spec(**changes):
 
 def window_spec(**changes):
     return SlidingWindowSpec(**SPEC | {"sliding_window": 64} | changes)
-
-
-def common(query_lens, seq_lens, **changes):
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    return CommonAttentionMetadata(
-        **{
-            "query_start_loc": starts,
-            "query_start_loc_cpu": starts,
-            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
-            "num_reqs": len(query_lens),
-            "num_actual_tokens": sum(query_lens),
-            "max_query_len": max(query_lens),
-            "max_seq_len": max(seq_lens),
-            "block_table_tensor": torch.zeros(len(query_lens), 8, dtype=torch.int32),
-            "slot_mapping": torch.full((sum(query_lens),), -1),
-        }
-        | changes
-    )
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 Legend: L layers, B blocks, H query heads, HK kv heads, N tokens of a block, D head size, T query rows, R requests.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +68,9 @@ def test_attributes_that_vllm_reads():
     assert make(num_kv_heads=None).num_kv_heads == H
 
 
-@pytest.mark.parametrize("changes", [{"logits_soft_cap": 0.0}, {"sinks": None}, {"chunk_lookback": -1}])
+@pytest.mark.parametrize(
+    "changes", [{"logits_soft_cap": 0}, {"logits_soft_cap": 0.0}, {"sinks": None}, {"chunk_lookback": -1}]
+)
 def test_ways_to_say_not_used(changes):
     make(**changes)
 
@@ -78,7 +81,9 @@ def test_ways_to_say_not_used(changes):
         ({"kv_cache_dtype": "nvfp4"}, "KV-cache dtype: got nvfp4; it must equal the query dtype, float32. Pass --kv-"),
         ({"kv_cache_dtype": "bfloat16"}, "KV-cache dtype: got bfloat16; it must equal the query dtype, float32. Pass"),
         ({"sliding_window": 0}, "sliding window: got 0; at least 1 key. Pass"),
-        ({"logits_soft_cap": -1.0}, "logits soft cap: got -1.0; it must be positive and finite. Pass"),
+        ({"logits_soft_cap": -50}, "logits soft cap: got -50; it must be positive and finite. Pass"),
+        ({"logits_soft_cap": math.inf}, "logits soft cap: got inf; it must be positive and finite. Pass"),
+        ({"logits_soft_cap": math.nan}, "logits soft cap: got nan; it must be positive and finite. Pass"),
         ({"head_size": 272}, "head size: got 272; multiples of 16 from 32 to 256, and 512, are supported. Serve"),
         ({"head_size": 72}, "head size: got 72; multiples of 16 from 32 to 256, and 512, are supported. Serve"),
         ({"attn_type": "encoder"}, "attention type: got encoder; decoder, encoder_only, encoder_decoder are supported"),
@@ -99,16 +104,16 @@ def test_refusals_have_value_limit_and_remedy(changes, message):
     assert str(caught.value).startswith(message)
 
 
-def test_a_bad_block_size_is_refused_before_the_model_loads():
-    """On the CPU platform nothing else says so by name."""
-    for block_size in (16, 48, 128):
-        with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(block_size=block_size))):
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 48, 64, 128, 256])
+def test_a_bad_block_size_is_refused_before_the_model_loads(block_size):
+    """CASES.md B14. On the CPU platform nothing else says so by name."""
+    with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(block_size=block_size))):
+        if block_size % 16 == 0:
             make()
-    with (
-        set_current_vllm_config(VllmConfig(cache_config=CacheConfig(block_size=24))),
-        pytest.raises(UnsupportedError, match=r"page size: got 24; positive multiples of 16 .* Pass --block-size 16"),
-    ):
-        make()
+            return
+        message = f"page size: got {block_size}; positive multiples of 16 .* Pass --block-size 16"
+        with pytest.raises(UnsupportedError, match=message):
+            make()
 
 
 def test_head_counts_that_do_not_fit():
@@ -321,3 +326,13 @@ def test_sinks_are_read_at_launch():
     sinks.copy_(SINKS)
     output, expected = step(impl, cache_of_layer(KVCacheLayout.LBHNC, 1), *BATCHES["mixed"], sinks=SINKS)
     assert relative_rms(output, expected) <= 1e-5
+
+
+def test_slopes_come_back_when_vllm_reloads_weights():
+    """CASES.md B17: sleep of level 2 discards what was allocated beside the weights, buffers of modules aside."""
+    impl, features = impl_and_reference({"alibi_slopes": SLOPES})
+    impl._slopes.fill_(torch.nan)
+    impl.process_weights_after_loading(torch.float32)
+    output, expected = step(impl, cache_of_layer(KVCacheLayout.LBHNC, 1), *BATCHES["mixed"], **features)
+    assert relative_rms(output, expected) <= 1e-5
+    make().process_weights_after_loading(torch.float32)

@@ -45,6 +45,35 @@ def test_registering_does_not_import_tilelang():
     assert output(code) == "False\n"
 
 
+# In a process of its own, on what it takes for each platform; at last it does what must not be done.
+CUDA_PROBE = """
+import torch
+calls = []
+for name in ("_lazy_init", "init", "current_device", "set_device", "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, lambda *args, name=name, **named: calls.append(name))
+from vllm.platforms import current_platform
+from tl_backend.vllm_plugin.register import register
+for platform in ("cpu", "cuda", "rocm"):
+    type(current_platform).is_cpu = lambda self: platform == "cpu"
+    type(current_platform).is_rocm = lambda self: platform == "rocm"
+    register()
+import tl_backend.vllm_plugin.backend, tl_backend.vllm_plugin.builder, tl_backend.vllm_plugin.impl
+print(calls, torch.cuda.is_initialized())
+try:
+    tl_backend.device.DeviceSpec.of(torch.device("cuda"))
+except Exception:
+    pass
+print(calls)
+"""
+
+
+def test_registering_and_importing_do_not_touch_cuda():
+    """CASES.md B25: a process that has initialised CUDA cannot fork workers."""
+    before, after = output(CUDA_PROBE).splitlines()[-2:]
+    assert before == "[] False"
+    assert after != "[]"
+
+
 def test_registers_once(register):
     members = list(AttentionBackendEnum.__members__)
     register.register()

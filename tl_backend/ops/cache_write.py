@@ -7,6 +7,7 @@ import torch
 from tl_backend.configs.cache_write import default_cache_write_config
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import (
+    check_current_device,
     check_device,
     check_index,
     check_shape,
@@ -51,6 +52,7 @@ def paged_cache_write(
     problem = _checked_problem(key, value, kv_cache, slot_mapping, spec)
     if len(slot_mapping) == 0:
         return
+    check_current_device(kv_cache)
     scales = checked_scales(k_scale, v_scale, problem, kv_cache.device)
     kernel = KERNELS.get(cache_write_key(problem, spec))
     launches.record("cache_write")

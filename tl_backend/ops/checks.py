@@ -74,6 +74,18 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     )
 
 
+def check_current_device(tensor: torch.Tensor) -> None:
+    """Kernels launch on the current device: on tensors of another one they would run in the wrong place."""
+    current = torch.cuda.current_device() if tensor.is_cuda else None
+    require(
+        tensor.device.index in (None, current),
+        "device",
+        value=tensor.device,
+        limit=f"kernels launch on the current device, {current}",
+        remedy=f"Call torch.cuda.set_device({tensor.device.index}) before the first kernel of the process is compiled.",
+    )
+
+
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
     """``None`` in ``shape`` stands for any extent."""
     fits = tensor.dim() == len(shape) and all(w is None or w == g for w, g in zip(shape, tensor.shape, strict=True))

@@ -6,6 +6,7 @@ import torch
 
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import (
+    check_current_device,
     check_device,
     check_index,
     check_shape,
@@ -55,6 +56,7 @@ def merge_attention(
     problem = _checked_problem(out_a, lse_a, out_b, lse_b, out, lse, spec)
     if out_a.shape[0] == 0:
         return out
+    check_current_device(out_a)
     kernel = KERNELS.get(KernelKey("merge", problem, THREADS, spec))
     launches.record("merge")
     kernel(

@@ -39,18 +39,6 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     return scale
 
 
-def check_current_device(q: torch.Tensor) -> None:
-    """Kernels launch on the current device."""
-    current = torch.cuda.current_device() if q.is_cuda else None
-    require(
-        q.device.index in (None, current),
-        "device",
-        value=q.device,
-        limit=f"kernels launch on the current device, {current}",
-        remedy=f"Call torch.cuda.set_device({q.device.index}) before the first kernel of the process is compiled.",
-    )
-
-
 def check_extras(
     q: torch.Tensor, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, lse: torch.Tensor | None
 ) -> None:

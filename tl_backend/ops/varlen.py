@@ -9,6 +9,7 @@ import torch
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import (
     Strides,
+    check_current_device,
     check_device,
     check_index,
     check_shape,
@@ -20,7 +21,6 @@ from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attentio
 from tl_backend.ops.prefill import launch_prefill
 from tl_backend.ops.step_checks import (
     check_asked,
-    check_current_device,
     check_extras,
     check_given_match_plan,
     check_shapes_match_plan,

@@ -28,6 +28,9 @@ CANARY_ROWS = 2  # Before and after the rows of ``out``.
 # Elements between what would be dense: 16 bytes or more in every dtype, the alignment that GPU kernels need.
 PAD = 16
 GARBAGE = 2**31 - 1
+# What stands for NaN and for infinity in an 8-bit cache: e4m3fn has no infinity, and takes its other NaN; e4m3fnuz has
+# neither infinity nor a second NaN, and takes its least number.
+POISON_BITS = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e4m3fnuz": (0x80, 0xFF), "float8_e5m2": (0x7F, 0x7C)}
 
 
 def make_problem(
@@ -73,6 +76,7 @@ class Case:
         padding_rows: query rows past the last request's; they hold NaN.
         num_splits: pieces that every decode request is cut into, whatever the heuristic says; None leaves it to that.
         softmax_scale: None for the default.
+        sinks: values that the heads take in turn, for a problem with sinks; empty for random ones near the logits.
     """
 
     query_lens: tuple[int, ...]
@@ -83,6 +87,7 @@ class Case:
     padding_rows: int = 3
     num_splits: int | None = None
     softmax_scale: float | None = None
+    sinks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.query_lens) == len(self.seq_lens), "one query length and one sequence length a request"
@@ -102,9 +107,10 @@ class Case:
 
     def __str__(self) -> str:
         splits = "" if self.num_splits is None else f", {self.num_splits} splits"
+        sinks = f", sinks {list(self.sinks)}" if self.sinks else ""
         return (
             f"q {list(self.query_lens)}, keys {list(self.seq_lens)}, kv {self.kv_layout}, q {self.q_view}, "
-            f"out {self.out_view}{splits}"
+            f"out {self.out_view}{splits}{sinks}"
         )
 
 
@@ -149,14 +155,14 @@ class Batch:
         """Fill all that no request owns.
 
         Args:
-            value: of unwritten slots, unowned blocks and canaries.
+            value: of unwritten slots, unowned blocks and canaries; in an 8-bit cache, cut to the range of its dtype.
             tail: of block-table entries past a request's last block; "stale" is the first block of the next request.
             dead: requests whose keys and values become ``value`` as well.
         """
         store, cache = self.kv_store, self.kv_cache
-        if self.problem.is_quantized:  # In e4m3fn both are NaN; in the others one is, and the other is large.
+        if self.problem.is_quantized:
             store, cache = store.view(torch.uint8), cache.view(torch.uint8)
-            store.fill_(0x7F if math.isnan(value) else 0xFF if value else 0)
+            store.fill_(_poison_bits(value, self.problem.kv_dtype))
         else:
             store.fill_(value)
         # What all windows have left behind is freed, and another's.
@@ -209,7 +215,7 @@ def make_batch(problem: AttentionProblem, case: Case, device: torch.device, *, s
     kv_store, kv_cache = kv_pool(problem, num_blocks, case.kv_layout, getattr(torch, problem.kv_dtype), device)
     out_store = _out_store(num_tokens + case.padding_rows, problem, case.out_view, dtype, device)
     starts = torch.tensor([0, *case.query_lens]).cumsum(0)
-    extras = _extras(problem, device, randn)
+    extras = _extras(problem, case, device, randn)
     kv_SHD = randn(sum(case.seq_lens), kv_heads, 2 * head_dim)
     if problem.is_quantized:
         kv_SHD = quantized(kv_SHD, extras, problem)
@@ -235,12 +241,24 @@ def make_batch(problem: AttentionProblem, case: Case, device: torch.device, *, s
     )
 
 
+def _poison_bits(value: float, kv_dtype: str) -> int:
+    nan, infinite = POISON_BITS[kv_dtype]
+    if not math.isfinite(value):
+        return nan if math.isnan(value) else infinite
+    dtype = getattr(torch, kv_dtype)
+    largest = torch.finfo(dtype).max
+    return int(torch.tensor(value).clamp(-largest, largest).to(dtype).view(torch.uint8))
+
+
 def _extras(
-    problem: AttentionProblem, device: torch.device, randn: Callable[..., torch.Tensor]
+    problem: AttentionProblem, case: Case, device: torch.device, randn: Callable[..., torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     heads, extras = problem.num_q_heads, {}
     if problem.sinks_dtype is not None:  # As large as logits: neither nothing nor all of the denominator.
-        extras["sinks"] = (2 * randn(heads)).to(getattr(torch, problem.sinks_dtype))
+        sinks = 2 * randn(heads)
+        if case.sinks:
+            sinks = torch.tensor(case.sinks, device=device).repeat(-(-heads // len(case.sinks)))[:heads]
+        extras["sinks"] = sinks.to(getattr(torch, problem.sinks_dtype))
     if problem.has_alibi:  # 2^-1, 2^-1.5, ...: any number of heads.
         extras["alibi_slopes"] = 2.0 ** -(1 + torch.arange(heads, device=device) % 16 / 2)
     if problem.is_quantized:  # Neither 1 nor equal.

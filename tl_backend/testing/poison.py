@@ -6,6 +6,9 @@ P3 block-table entries past a request's last block turn stale, -1, one past the 
 P4 canaries around the pool, around the output and after the scratch, and the gaps of strided views, keep their bits.
 P5 queries are a strided view; dimensions of extent 1 have strides that mean nothing.
 P6 the same call again, also after a call of another shape, gives the same bits, with a plan and without.
+P7 another stream, a captured graph, another device: on a GPU alone, in tests/gpu/extremes.py.
+P8 keys and values before the window of every query of their request turn to 6e4 and -6e4: the output keeps its bits.
+   P2 makes them NaN and infinite; finite ones pass where a kernel drops those, as a maximum drops NaN.
 
 The answer must be within a relative RMS of the float64 reference, for the worst request and not only overall: a wrong
 row among a thousand right ones must show.
@@ -33,6 +36,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 LSE_TOLERANCE = 1e-4  # Absolute: of a natural logarithm in float32.
 SCRATCH_CANARIES = 4  # Partial results after those that a plan may use.
+LARGE = 6e4  # Near the end of float16's range; an 8-bit cache takes its largest number.
 
 Attention = Callable[..., torch.Tensor]
 
@@ -87,6 +91,10 @@ def check_attention(
             alive = range(parity, len(case.seq_lens), 2)
             what = f"the blocks of all requests but {list(alive)} are NaN"
             _same(batch, first, _run(batch, operation), "P2", what, alive)
+        for value in (LARGE, -LARGE) if problem.window is not None else ():
+            batch.poison(value, "stale")
+            what = f"keys and values outside the window are {value}"
+            _same(batch, first, _run(batch, operation), "P8", what)
         batch.poison(math.nan, "stale")
         _run(_another(problem, case, device), operation)
         _same(batch, first, _run(batch, operation), "P6", "another shape has run in between")

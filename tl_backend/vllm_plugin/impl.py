@@ -93,13 +93,18 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
             raise UnsupportedError(reason)
         # vLLM passes an 8-bit cache as uint8.
         self._stored_as = getattr(torch, problem.kv_dtype) if problem.is_quantized else None
-        self._slopes = None
+        self._alibi_slopes, self._slopes = alibi_slopes, None
         if alibi_slopes is not None:
             self._slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         for name, value in extra.items():
             # Absent, off, and -1 (chunk_lookback) are how models spell "not used".
             if value is not None and value is not False and not (isinstance(value, int) and value < 0):
                 refuse(f"attention argument {name}", value, "the TileLang backend does not know it")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Called whenever weights have been loaded, also after a sleep of level 2, which loses the slopes."""
+        if self._slopes is not None:
+            self._slopes.copy_(torch.tensor(self._alibi_slopes, dtype=torch.float32))
 
     def forward(
         self,
