@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OTHER_BACKEND = "Serve this model with another attention backend."
+# vLLM then turns such attention off (ModelConfig.is_mm_prefix_lm).
+TEXT_ONLY = """Pass --limit-mm-per-prompt '{"image": 0}' to serve text alone, or use another attention backend."""
 
 
 class LayerShape(NamedTuple):
@@ -92,7 +94,7 @@ def refuse_run(config: VllmConfig) -> None:
     unset = "Leave it unset."
     features: list[tuple[str, Any, Any, str]] = [  # subject, value, value that means "off", remedy
         ("attention_config.use_non_causal", config.attention_config.use_non_causal, False, OTHER_BACKEND),
-        ("bidirectional attention within images", model.is_mm_prefix_lm, False, OTHER_BACKEND),
+        ("bidirectional attention within images", model.is_mm_prefix_lm, False, TEXT_ONLY),
         ("reference sliding window", model.rswa_window, None, OTHER_BACKEND),
         ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill, False, unset),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size, 1, unset),
