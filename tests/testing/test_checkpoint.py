@@ -79,6 +79,14 @@ def test_gemma4_has_two_head_sizes_and_shares_caches(tmp_path: Path) -> None:
     assert owners == [0, 1, 2, 1, 2, 1]
 
 
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma4"])
+def test_a_token_does_not_follow_itself_where_the_output_is_tied(tmp_path: Path, architecture: Any) -> None:
+    folder = write_checkpoint(tmp_path, architecture=architecture, hidden_size=1024, sliding_window=40, soft_cap=5.0)
+    with torch.no_grad():
+        tokens = AutoModelForCausalLM.from_pretrained(folder)(PROMPT).logits.argmax(-1)
+    assert (tokens == PROMPT).float().mean() < 0.2
+
+
 def test_dropped_sinks_change_most_tokens(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(write_checkpoint(tmp_path, architecture="gpt_oss", sliding_window=40))
     with torch.no_grad():
