@@ -44,7 +44,7 @@ def context_extremes(dtype: str) -> list[Extreme]:
     half = "float32" if dtype == "float32" else "float16"
     twelve = {"num_q_heads": 12, "num_kv_heads": 1, "head_dim": 80, "page_size": 48}
     sinks = {
-        "model's": make_problem(64, 8, 64, 64, dtype=dtype, sinks_dtype="bfloat16"),
+        "model's": make_problem(64, 8, 64, 64, dtype=dtype, sinks_dtype=dtype),
         "8-bit": make_problem(**twelve, dtype=dtype, kv_dtype="float8_e4m3fn", window=100, sinks_dtype="float32"),
     }
     served = ("prefill", "decode")
