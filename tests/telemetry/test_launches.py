@@ -70,14 +70,15 @@ def test_a_folder_that_cannot_be_written_costs_log_lines_only(tmp_path):
 def test_a_fork_writes_its_own_launches(tmp_path):
     """CASES.md B25: vLLM forks its engine core where nothing has touched CUDA; plugins are not loaded again there."""
     child = run_child(
-        "import os, pathlib\n"
+        "import json, os\n"
         "from tl_backend.telemetry import launches\n"
-        "folder = launches.start_snapshots().parent\n"
+        "path = launches.start_snapshots()\n"
         "launches.record('decode')\n"
         "if (pid := os.fork()) == 0:\n"
         "    launches.record('prefill')\n"
         "    raise SystemExit\n"
         "os.waitpid(pid, 0)\n"
+        "assert not path.exists() or json.loads(path.read_text())['pid'] == os.getpid(), 'the fork wrote it'\n"
         "print(pid)",
         tmp_path,
     )

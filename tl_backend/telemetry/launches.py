@@ -74,6 +74,7 @@ def _start_in_fork(folder: str | os.PathLike[str]) -> None:
     global _lock
     _lock = threading.Lock()  # The parent's may have been held.
     _counts.clear()
+    atexit.unregister(_write_or_log)  # It would write to the parent's file.
     start_snapshots(folder)
 
 
