@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from tests.gpu.long_contexts import INT32_LIMIT, Extreme, context_extremes, long_context
 from tl_backend.device import DeviceSpec
+from tl_backend.errors import InvalidInputError
 from tl_backend.ops import AttentionWorkspace, paged_attention, paged_cache_write, plan_attention
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.compiled import KernelKey
@@ -22,19 +23,6 @@ from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import Case, make_batch, make_problem
 from tl_backend.testing.poison import TOLERANCES, check_attention, forced_splits, num_different, relative_rms
-
-INT32_LIMIT = 2**31
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extreme:
-    """Attributes: kinds: kernels that it needs, as in ``problems.Work``; check: runs it and returns its error."""
-
-    name: str
-    problem: AttentionProblem
-    kinds: tuple[str, ...]
-    check: Callable[[AttentionProblem, torch.device, int], float]
-    gpu_only: bool = False
 
 
 def extremes(dtype: str) -> list[Extreme]:
@@ -67,11 +55,10 @@ def extremes(dtype: str) -> list[Extreme]:
             for causal in (True, False)
         ),
     ]
-    on_gpus = (
-        ("P7 another stream", another_stream),
-        ("P7 another device", another_device),
-        ("P7 a captured graph", captured),
-    )
+    found += context_extremes(dtype)
+    on_gpus = [("P7 another stream", another_stream), ("P7 a captured graph", captured)]
+    if torch.cuda.device_count() > 1:
+        on_gpus.append(("P7 another device is refused", another_device))
     found += [
         Extreme(name=name, problem=small_pages, kinds=("prefill", "decode_split"), check=check, gpu_only=True)
         for name, check in (*on_gpus, ("a plan neither syncs nor allocates", no_sync_no_allocation))
@@ -197,19 +184,6 @@ def many_decodes(problem: AttentionProblem, device: torch.device, limit: int) ->
     return _equal_first_and_last(problem, device, limit // (problem.num_q_heads * problem.head_dim) + 2, 1, limit)
 
 
-def long_context(seq_len: int) -> Callable[[AttentionProblem, torch.device, int], float]:
-    """CASES.md A4."""
-
-    def check(problem: AttentionProblem, device: torch.device, limit: int) -> float:
-        keys = seq_len if limit == INT32_LIMIT else seq_len % 1000
-        lens = (64, keys) if limit == INT32_LIMIT else (6, keys)
-        one = check_attention(problem, Case(query_lens=lens[:1], seq_lens=lens[1:]), device)
-        other = check_attention(problem, Case(query_lens=(1,), seq_lens=lens[1:], num_splits=16), device)
-        return max(one.error, other.error)
-
-    return check
-
-
 def zero_length_queries(problem: AttentionProblem, device: torch.device, limit: int) -> float:
     """CASES.md A10."""
     query_lens, seq_lens = (0, 1208, 840, 0), (2538, 1742, 840, 3072)
@@ -277,12 +251,19 @@ def another_stream(problem: AttentionProblem, device: torch.device, limit: int) 
 
 
 def another_device(problem: AttentionProblem, device: torch.device, limit: int) -> float:
-    """On the last GPU, while the first is the current one."""
-    planned = _Planned(problem, torch.device("cuda", torch.cuda.device_count() - 1))
-    with torch.cuda.device(0):
-        planned.run()
-    torch.cuda.synchronize(planned.out.device)
-    return planned.error()
+    """Tensors on the last GPU are refused by name while the first is the current one: kernels launch on that."""
+    batch = make_batch(
+        problem, Case(query_lens=(1,), seq_lens=(9,)), torch.device("cuda", torch.cuda.device_count() - 1)
+    )
+    batch.poison(math.nan, -1)
+    rest = (batch.block_table, batch.cu_seqlens_q, batch.seq_lens)
+    try:
+        with torch.cuda.device(0):
+            paged_attention(batch.q, batch.kv_cache, *rest, max_seqlen_q=1, max_seqlen_k=9)
+    except InvalidInputError as error:
+        assert "kernels launch on the current device, 0" in str(error), error
+        return 0.0
+    raise AssertionError("a kernel ran on tensors of another device than the current one")
 
 
 def captured(problem: AttentionProblem, device: torch.device, limit: int) -> float:

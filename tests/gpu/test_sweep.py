@@ -110,7 +110,16 @@ def test_a_miss_is_counted_and_fails_the_run(tmp_path: Path, monkeypatch: pytest
     assert "MISS" in capsys.readouterr().out
 
 
-DRY = ("A2 block ids beyond the limit, page 16", "A5", "A1 A3", "A4 65537", "A10 zero-length queries, causal")
+DRY = (
+    "A2 block ids beyond the limit, page 16",
+    "A5",
+    "A1 A3",
+    "A4 65537",
+    "A10 zero-length queries, causal",
+    "A12",
+    "A33",
+    "A40",
+)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,13 @@ def test_chunked_mix_of_a_model_with_40_heads() -> None:
     check_attention(make_problem(40, 8, 96, 16), case, CPU)
 
 
+@pytest.mark.parametrize("page_size", [528, 4192])
+def test_page_sizes_of_hybrid_models(page_size: int) -> None:
+    """CASES.md B13; 272, 544 and 4352 are in the sweeps. Tiles of 32 keys cross a page's end in 272 and 528 only."""
+    case = Case(query_lens=(1, 5), seq_lens=(page_size + 3, 2 * page_size - 1))
+    check_attention(make_problem(4, 2, 32, page_size), case, CPU)
+
+
 @pytest.mark.parametrize("query_lens", [(0, 0), (0,), ()], ids=str)
 def test_no_query_at_all(query_lens: tuple[int, ...], counted: Counter[str]) -> None:
     """CASES.md A11: all of a batch is padding."""

@@ -65,3 +65,24 @@ def test_a_folder_that_cannot_be_written_costs_log_lines_only(tmp_path):
     )
     assert child.stdout == "alive\n"
     assert "launch counts are not written" in child.stderr
+
+
+def test_a_fork_writes_its_own_launches(tmp_path):
+    """CASES.md B25: vLLM forks its engine core where nothing has touched CUDA; plugins are not loaded again there."""
+    child = run_child(
+        "import json, os\n"
+        "from tl_backend.telemetry import launches\n"
+        "path = launches.start_snapshots()\n"
+        "launches.record('decode')\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    launches.record('prefill')\n"
+        "    raise SystemExit\n"
+        "os.waitpid(pid, 0)\n"
+        "assert not path.exists() or json.loads(path.read_text())['pid'] == os.getpid(), 'the fork wrote it'\n"
+        "print(pid)",
+        tmp_path,
+    )
+    snapshots = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    kernels = {snapshot["pid"]: snapshot["kernels"] for snapshot in snapshots}
+    assert kernels.pop(int(child.stdout)) == {"prefill": 1}
+    assert list(kernels.values()) == [{"decode": 1}]
