@@ -12,12 +12,14 @@ from collections.abc import Callable
 import torch
 
 from tests.gpu.long_contexts import INT32_LIMIT, Extreme, context_extremes, long_context
+from tests.gpu.properties import property_extremes
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError
 from tl_backend.ops import AttentionWorkspace, paged_attention, paged_cache_write, plan_attention
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.decode import decode_keys
+from tl_backend.ops.merge import merge_key
 from tl_backend.ops.prefill import prefill_key
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
@@ -55,7 +57,7 @@ def extremes(dtype: str) -> list[Extreme]:
             for causal in (True, False)
         ),
     ]
-    found += context_extremes(dtype)
+    found += context_extremes(dtype) + property_extremes(dtype)
     on_gpus = [("P7 another stream", another_stream), ("P7 a captured graph", captured)]
     if torch.cuda.device_count() > 1:
         on_gpus.append(("P7 another device is refused", another_device))
@@ -67,12 +69,13 @@ def extremes(dtype: str) -> list[Extreme]:
 
 
 def kernel_keys(problem: AttentionProblem, kinds: tuple[str, ...], device: DeviceSpec) -> list[KernelKey]:
-    """Keys of "prefill", "decode", "decode_split" (with its combine) and "cache_write"."""
+    """Keys of "prefill", "decode", "decode_split" (with its combine), "cache_write", "merge"."""
     made: dict[str, Callable[[], list[KernelKey]]] = {
         "prefill": lambda: [prefill_key(problem, device)],
         "decode": lambda: decode_keys(problem, device, split=False),
         "decode_split": lambda: decode_keys(problem, device, split=True),
         "cache_write": lambda: [cache_write_key(cache_write_problem(problem), device)],
+        "merge": lambda: [merge_key(problem, device)],
     }
     return [key for kind in kinds for key in made[kind]()]
 

@@ -190,8 +190,8 @@ RUN_FEATURES = {
     "attention_config.use_non_causal: got True; only False is supported. Serve": lambda c: setattr(
         c.attention_config, "use_non_causal", True
     ),
-    "bidirectional attention within images: got True; only False is supported. Pass --limit-mm-per-prompt": lambda c: setattr(
-        c.model_config, "is_mm_prefix_lm", True
+    "bidirectional attention within images: got True; only False is supported. Pass --limit-mm-per-prompt": lambda c: (
+        setattr(c.model_config, "is_mm_prefix_lm", True)
     ),
     "reference sliding window: got 128; only None is supported. Serve": lambda c: setattr(
         c.model_config, "rswa_window", 128

@@ -57,7 +57,7 @@ def merge_attention(
     if out_a.shape[0] == 0:
         return out
     check_current_device(out_a)
-    kernel = KERNELS.get(KernelKey("merge", problem, THREADS, spec))
+    kernel = KERNELS.get(merge_key(problem, spec))
     launches.record("merge")
     kernel(
         out_a.data_ptr(),
@@ -75,6 +75,22 @@ def merge_attention(
         0 if lse is None else lse.stride(0),
     )
     return out
+
+
+def merge_key(problem: AttentionProblem, device: DeviceSpec) -> KernelKey:
+    """Of the kernel that merges outputs of a problem: neither its keys nor its scores matter."""
+    merged = AttentionProblem(
+        num_q_heads=problem.num_q_heads,
+        num_kv_heads=problem.num_q_heads,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim,
+        dtype=problem.dtype,
+        kv_dtype=problem.dtype,
+        out_dtype=problem.dtype,
+        page_size=None,
+        returns_lse=problem.returns_lse,
+    )
+    return KernelKey("merge", merged, THREADS, device)
 
 
 def _checked_problem(
