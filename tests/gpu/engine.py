@@ -1,7 +1,7 @@
 """vLLM's engine on this GPU: log-probabilities of the TileLang backend against FLASH_ATTN and TRITON_ATTN.
 
-Run ``python -m tests.gpu.engine --out FILE.json [--only TEXT]`` where vLLM is installed. Each engine answers the same
-prompts on a generated checkpoint. The distance between two engines is the RMS difference of the prompt tokens'
+Run ``python -m tests.gpu.engine --out FILE.json [--only EXPRESSION]`` where vLLM is installed. Each engine answers the
+same prompts on a generated checkpoint. The distance between two engines is the RMS difference of the prompt tokens'
 log-probabilities (prefill, chunked) and of the greedy tokens' while both generate the same (decode). A comparison has
 three engines: a reference, a peer that differs from it by rounding alone, whose distance is the noise, and TileLang,
 which must be within ``NOISE_FACTOR`` times the noise, while every planted fault is outside ``FAULT_FACTOR`` times it.
@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -157,8 +158,7 @@ def _rms(values: list[float]) -> float:
 def run_child(run: Run, model: Path, folder: Path) -> dict[str, Any]:
     """Answers of one engine, by fault. A process of its own: they run side by side on the GPU.
 
-    Raises:
-        SystemExit: the engine failed; with the end of its log.
+    An engine that failed has no answers, but the end of its log as "error".
     """
     stem = f"{run.model}-{run.backend}-{'eager' if run.eager else 'compiled'}-{run.cache}"
     stem = stem.replace(" ", "_").replace("/", "-")
@@ -176,7 +176,7 @@ def run_child(run: Run, model: Path, folder: Path) -> dict[str, Any]:
             check=False,
         ).returncode
     if code:
-        raise SystemExit(f"{stem} failed with {code}:\n{log.read_text()[-4000:]}")
+        return {"error": f"{stem} failed with {code}:\n{log.read_text()[-4000:]}"}
     return json.loads(result.read_text())
 
 
@@ -187,6 +187,11 @@ def rows_of(comparison: Comparison, runs: dict[Run, dict[str, Any]]) -> list[dic
         comparison: three of the runs.
         runs: what ``run_child`` returned for each.
     """
+    all_three = (comparison.reference, comparison.peer, comparison.ours)
+    if errors := [runs[run]["error"] for run in all_three if "error" in runs[run]]:
+        nothing = {"prompt": math.inf, "generated": math.inf, "compared": 0}
+        model, mode = comparison.ours.model, comparison.mode
+        return [{"model": model, "what": f"{mode}, an engine failed", "ok": False, "errors": errors, **nothing}]
     reference = runs[comparison.reference][""]["answers"]
     noise = distance(runs[comparison.peer][""]["answers"], reference)
     model, mode, backend = comparison.ours.model, comparison.mode, comparison.peer.backend
@@ -209,14 +214,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help='comparisons whose name, "MODEL, MODE", has this in it'
+        "--only", default="", metavar="EXPRESSION", help='comparisons in whose name, "MODEL, MODE", this is found'
     )
     args = parser.parse_args()
     from benchmarks.harness import environment
     from benchmarks.workload import compile_all
     from tl_backend.testing.checkpoint import write_checkpoint
 
-    chosen = [comparison for comparison in comparisons() if args.only in comparison.name]
+    chosen = [comparison for comparison in comparisons() if re.search(args.only, comparison.name)]
     if not chosen:
         parser.error(f"--only {args.only!r} leaves none of {[comparison.name for comparison in comparisons()]}")
     needed = dict.fromkeys(run for c in chosen for run in (c.reference, c.peer, c.ours))
@@ -237,6 +242,8 @@ def main() -> int:
             f"{'ok  ' if row['ok'] else 'MISS'} {row['model']:18} {row['what']:48} prompt {row['prompt']:.4f}  "
             f"generated {row['generated']:.4f} over {row['compared']} tokens"
         )
+        for error in row.get("errors", ()):
+            print(error)
     import vllm
 
     document = {
