@@ -29,10 +29,11 @@ from tl_backend.device import DeviceSpec
 from tl_backend.errors import TLBackendError
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.prepare import fill_disk_cache
-from tl_backend.testing.cases import KV_LAYOUTS
 from tl_backend.testing.contiguous import check_varlen
-from tl_backend.testing.poison import TOLERANCES, check_attention, check_cache_write
+from tl_backend.testing.poison import TOLERANCES, check_attention
+from tl_backend.testing.poison_writes import check_cache_write
 from tl_backend.testing.problems import Work, cpu_work, gpu_work, name
+from tl_backend.testing.views import KV_LAYOUTS
 
 DRY_LIMIT = 2**16
 

@@ -9,9 +9,11 @@ from tl_backend.ops import paged_attention, paged_cache_write
 from tl_backend.ops.cache_write import cache_write_problem
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.telemetry import launches
-from tl_backend.testing.cases import KV_LAYOUTS, kv_pool, make_problem
-from tl_backend.testing.poison import check_cache_write, relative_rms
+from tl_backend.testing.cases import make_problem
+from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_writes import check_cache_write
 from tl_backend.testing.problems import CPU_PROBLEMS, name
+from tl_backend.testing.views import KV_LAYOUTS, kv_pool
 
 CPU = torch.device("cpu")
 SMALL = make_problem(8, 2, 64, 16)

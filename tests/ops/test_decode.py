@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_backend.testing.cases import KV_LAYOUTS, OUT_VIEWS, Q_VIEWS, Case, make_problem
+from tl_backend.testing.cases import Case, make_problem
 from tl_backend.testing.poison import check_attention
 from tl_backend.testing.problems import CPU_PROBLEMS, name
+from tl_backend.testing.views import KV_LAYOUTS, OUT_VIEWS, Q_VIEWS
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ import torch
 
 from tl_backend.problem import FLOAT8_DTYPES
 from tl_backend.testing.cases import Case, make_problem
-from tl_backend.testing.poison import check_attention, check_cache_write
+from tl_backend.testing.poison import check_attention
+from tl_backend.testing.poison_writes import check_cache_write
 
 CPU = torch.device("cpu")
 FEATURES = {

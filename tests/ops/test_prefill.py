@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_backend.ops.prefill import work_list
-from tl_backend.testing.cases import KV_LAYOUTS, OUT_VIEWS, Q_VIEWS, Case, make_problem
+from tl_backend.testing.cases import Case, make_problem
 from tl_backend.testing.poison import check_attention
 from tl_backend.testing.problems import CPU_PROBLEMS, name
+from tl_backend.testing.views import KV_LAYOUTS, OUT_VIEWS, Q_VIEWS
 
 CPU = torch.device("cpu")
 

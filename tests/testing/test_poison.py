@@ -11,8 +11,10 @@ import torch
 
 from tl_backend.ops.reference import paged_attention_reference, paged_cache_write_reference
 from tl_backend.problem import FLOAT8_DTYPES
-from tl_backend.testing.cases import CANARY_ROWS, KV_LAYOUTS, OUT_VIEWS, Q_VIEWS, Case, make_batch, make_problem
-from tl_backend.testing.poison import LARGE, PoisonError, check_attention, check_cache_write, relative_rms
+from tl_backend.testing.cases import Case, make_batch, make_problem
+from tl_backend.testing.poison import LARGE, PoisonError, check_attention, relative_rms
+from tl_backend.testing.poison_writes import check_cache_write
+from tl_backend.testing.views import CANARY_ROWS, KV_LAYOUTS, OUT_VIEWS, Q_VIEWS
 
 CPU = torch.device("cpu")
 PROBLEM = make_problem(4, 2, 32, 16)

@@ -13,20 +13,12 @@ from typing import Any, Literal
 import torch
 
 from tl_backend.problem import AttentionProblem
+from tl_backend.testing.views import KVLayout, View, kv_pool, odd_strides, out_store, out_view, page_size_of, q_view
 
-KVLayout = Literal["HND", "NHD", "layers", "padded"]
-View = Literal["dense", "fused", "padded", "heads_first"]
 Tail = int | Literal["stale"]
-
-KV_LAYOUTS: tuple[KVLayout, ...] = ("HND", "NHD", "layers", "padded")
-Q_VIEWS: tuple[View, ...] = ("dense", "fused", "padded", "heads_first")
-OUT_VIEWS: tuple[View, ...] = ("dense", "padded", "heads_first")
 
 SPARE_BLOCKS = 2  # Blocks of the pool that no request owns.
 TABLE_TAIL = 3  # Block-table entries past the longest request's last block.
-CANARY_ROWS = 2  # Before and after the rows of ``out``.
-# Elements between what would be dense: 16 bytes or more in every dtype, the alignment that GPU kernels need.
-PAD = 16
 GARBAGE = 2**31 - 1
 # What stands for NaN and for infinity in an 8-bit cache: e4m3fn has no infinity, and takes its other NaN; e4m3fnuz has
 # neither infinity nor a second NaN, and takes its least number.
@@ -149,7 +141,7 @@ class Batch:
 
     @property
     def out(self) -> torch.Tensor:
-        return out_view(self.out_store, self.problem, self.case)
+        return out_view(self.out_store, self.problem, self.case.out_view)
 
     def poison(self, value: float, tail: Tail, *, dead: Iterable[int] = ()) -> None:
         """Fill all that no request owns.
@@ -190,11 +182,11 @@ def make_batch(problem: AttentionProblem, case: Case, device: torch.device, *, s
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    q = _q_view(num_tokens + case.padding_rows, problem, case.q_view, dtype, device)
+    q = q_view(num_tokens + case.padding_rows, problem, case.q_view, dtype, device)
     q.fill_(math.nan)
     q[:num_tokens] = 2 * randn(num_tokens, heads, head_dim)
 
-    page_size = _page_size(problem)
+    page_size = page_size_of(problem)
     num_pages = [-(-length // page_size) for length in case.seq_lens]
     num_blocks = sum(num_pages) + SPARE_BLOCKS
     blocks = torch.randperm(num_blocks, generator=cpu, dtype=torch.int32)
@@ -213,7 +205,7 @@ def make_batch(problem: AttentionProblem, case: Case, device: torch.device, *, s
         oldest = 0 if problem.window is None else length - case.query_lens[request] - problem.window + 1
         visible.append(position >= oldest)
     kv_store, kv_cache = kv_pool(problem, num_blocks, case.kv_layout, getattr(torch, problem.kv_dtype), device)
-    out_store = _out_store(num_tokens + case.padding_rows, problem, case.out_view, dtype, device)
+    out_whole = out_store(num_tokens + case.padding_rows, problem, case.out_view, dtype, device)
     starts = torch.tensor([0, *case.query_lens]).cumsum(0)
     extras = _extras(problem, case, device, randn)
     kv_SHD = randn(sum(case.seq_lens), kv_heads, 2 * head_dim)
@@ -226,7 +218,7 @@ def make_batch(problem: AttentionProblem, case: Case, device: torch.device, *, s
         q=odd_strides(q),
         kv_store=kv_store,
         kv_cache=kv_cache,
-        out_store=out_store,
+        out_store=out_whole,
         block_table=odd_strides(wide_table.to(device)[:, :num_columns]),
         cu_seqlens_q=_with_garbage_after(starts, device),
         seq_lens=_with_garbage_after(torch.tensor(case.seq_lens, dtype=torch.int64), device),
@@ -274,76 +266,6 @@ def quantized(kv_SHD: torch.Tensor, scales: dict[str, torch.Tensor], problem: At
         half.float() / scales[name] for half, name in zip(kv_SHD.chunk(2, -1), ("k_scale", "v_scale"), strict=True)
     ]
     return torch.cat(halves, -1).clamp(-largest, largest).to(dtype).view(torch.uint8)
-
-
-def kv_pool(
-    problem: AttentionProblem, num_blocks: int, layout: KVLayout, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The allocation, and the ``[num_blocks, HK, block_size, 2 * D]`` view between its first and its last block."""
-    blocks, heads, page, width = num_blocks + 2, problem.num_kv_heads, _page_size(problem), 2 * problem.head_dim
-    if layout == "HND":
-        store = torch.empty(blocks, heads, page, width, dtype=dtype, device=device)
-        view = store
-    elif layout == "NHD":
-        store = torch.empty(blocks, page, heads, width, dtype=dtype, device=device)
-        view = store.transpose(1, 2)
-    elif layout == "layers":
-        store = torch.empty(blocks, 3, heads, page, width, dtype=dtype, device=device)
-        view = store[:, 1]
-    else:
-        store = torch.empty(blocks, page, heads + 1, width + PAD, dtype=dtype, device=device)
-        view = store[:, :, :heads, :width].transpose(1, 2)
-    return store, odd_strides(view[1:-1])
-
-
-def _page_size(problem: AttentionProblem) -> int:
-    assert problem.page_size is not None, "a pool needs a problem of pages"
-    return problem.page_size
-
-
-def odd_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, but every dimension of extent 1, the last aside, has a stride that means nothing."""
-    strides = list(tensor.stride())
-    for dim, extent in enumerate(tensor.shape[:-1]):
-        if extent == 1:
-            strides[dim] = 2 * dim + 7
-    return tensor.as_strided(tensor.shape, strides)
-
-
-def out_view(store: torch.Tensor, problem: AttentionProblem, case: Case) -> torch.Tensor:
-    """The ``[T, H, D]`` output within its allocation."""
-    width = problem.num_q_heads * problem.head_dim
-    if case.out_view == "heads_first":
-        return odd_strides(store.transpose(0, 1)[CANARY_ROWS:-CANARY_ROWS])
-    rows = store[CANARY_ROWS:-CANARY_ROWS, :width]
-    return odd_strides(rows.unflatten(-1, (problem.num_q_heads, problem.head_dim)))
-
-
-def _out_store(
-    num_rows: int, problem: AttentionProblem, view: View, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    rows, heads, head_dim = num_rows + 2 * CANARY_ROWS, problem.num_q_heads, problem.head_dim
-    if view == "heads_first":
-        return torch.empty(heads, rows, head_dim, dtype=dtype, device=device)
-    return torch.empty(rows, heads * head_dim + (4 * PAD if view == "padded" else 0), dtype=dtype, device=device)
-
-
-def _q_view(
-    num_rows: int, problem: AttentionProblem, view: View, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    heads, head_dim = problem.num_q_heads, problem.head_dim
-
-    def nan(*shape: int) -> torch.Tensor:
-        return torch.full(shape, math.nan, dtype=dtype, device=device)
-
-    if view == "fused":
-        rows = nan(num_rows, heads + 2 * problem.num_kv_heads, head_dim)
-        return rows[:, :heads]
-    if view == "padded":
-        return nan(num_rows, heads, head_dim + PAD)[..., :head_dim]
-    if view == "heads_first":
-        return nan(heads, num_rows, head_dim).transpose(0, 1)
-    return nan(num_rows, heads, head_dim)
 
 
 def _with_garbage_after(values: torch.Tensor, device: torch.device) -> torch.Tensor:

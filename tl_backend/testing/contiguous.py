@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from tl_backend.ops import AttentionPlan, AttentionWorkspace, plan_attention, varlen_attention
+from tl_backend.ops import AttentionPlan, varlen_attention
 from tl_backend.problem import PAGE_SIZE_STEP, AttentionProblem
-from tl_backend.testing.cases import Case, odd_strides
+from tl_backend.testing.cases import Case
 from tl_backend.testing.poison import Report, check_attention
+from tl_backend.testing.views import odd_strides
 
 SPARE_ROWS = 5  # Before the first request's keys and after the last one's: NaN.
 
@@ -43,27 +44,12 @@ def check_varlen(problem: AttentionProblem, case: Case, device: torch.device) ->
         **options: Any,
     ) -> torch.Tensor:
         k, v, starts = _rows(kv_cache, block_table, seq_lens)
-        contiguous_plan = None
-        if plan is not None:
-            num_reqs = len(seq_lens)
-            starts_q = cu_seqlens_q.cpu()
-            contiguous_plan = plan_attention(
-                problem,
-                cu_seqlens_q,
-                starts,
-                cu_seqlens_q_cpu=starts_q,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                workspace=AttentionWorkspace(
-                    problem, device, max_num_reqs=num_reqs, max_num_tokens=max(int(starts_q[-1]), 1)
-                ),
-            )
         return varlen_attention(
             q, k, v, cu_seqlens_q, starts,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, plan=contiguous_plan, **options,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, plan=plan, **options,
         )  # fmt: skip
 
-    return check_attention(paged, case, device, operation=operation)
+    return check_attention(paged, case, device, operation=operation, planned=problem)
 
 
 def _rows(

@@ -26,14 +26,15 @@ from unittest import mock
 import torch
 
 from tl_backend.configs import decode as decode_config
-from tl_backend.ops import AttentionPlan, AttentionWorkspace, paged_attention, paged_cache_write, plan_attention
-from tl_backend.ops.reference import paged_attention_reference, paged_cache_write_reference
+from tl_backend.ops import AttentionPlan, AttentionWorkspace, paged_attention, plan_attention
+from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
-from tl_backend.testing.cases import Batch, Case, KVLayout, Tail, kv_pool, make_batch, odd_strides, out_view
+from tl_backend.testing.cases import Batch, Case, Tail, make_batch
+from tl_backend.testing.views import out_view
 
 # Relative RMS. The sum of rounding the output, and the probabilities, to the dtype is half of these.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
-_INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 LSE_TOLERANCE = 1e-4  # Absolute: of a natural logarithm in float32.
 SCRATCH_CANARIES = 4  # Partial results after those that a plan may use.
 LARGE = 6e4  # Near the end of float16's range; an 8-bit cache takes its largest number.
@@ -63,12 +64,14 @@ def check_attention(
     device: torch.device,
     *,
     operation: Attention = paged_attention,
+    planned: AttentionProblem | None = None,
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Report:
     """Run ``operation`` on ``case`` under every rule.
 
     Args:
+        planned: what the plans are made for, if the operation lays the batch out for another problem.
         operation: called as ``paged_attention``, without a plan and with one. Another one proves the harness.
         tolerance: of the worst request's relative RMS; ``TOLERANCES`` of the dtype if not given.
 
@@ -98,15 +101,17 @@ def check_attention(
         batch.poison(math.nan, "stale")
         _run(_another(problem, case, device), operation)
         _same(batch, first, _run(batch, operation), "P6", "another shape has run in between")
-        _check_planned(batch, first, operation, device)
+        _check_planned(batch, first, operation, device, planned or problem)
     return report
 
 
-def _check_planned(batch: Batch, first: torch.Tensor, operation: Attention, device: torch.device) -> None:
+def _check_planned(
+    batch: Batch, first: torch.Tensor, operation: Attention, device: torch.device, problem: AttentionProblem
+) -> None:
     """With a plan, twice, and again after another shape has used the workspace; scratch starts as NaN."""
     case, other = batch.case, _another(batch.problem, batch.case, device)
     workspace = AttentionWorkspace(
-        batch.problem,
+        problem,
         device,
         max_num_reqs=max(len(case.query_lens), len(other.case.query_lens)),
         max_num_tokens=max(sum(case.query_lens), sum(other.case.query_lens)),
@@ -127,9 +132,9 @@ def _check_planned(batch: Batch, first: torch.Tensor, operation: Attention, devi
 
 
 def make_plan(batch: Batch, workspace: AttentionWorkspace, *, num_splits: int | None = None) -> AttentionPlan:
-    """The plan of a batch."""
+    """The plan of a batch, for the workspace's problem."""
     return plan_attention(
-        batch.problem,
+        workspace.problem,
         batch.cu_seqlens_q,
         batch.seq_lens,
         cu_seqlens_q_cpu=batch.cu_seqlens_q.cpu(),
@@ -187,7 +192,7 @@ def _run(batch: Batch, operation: Attention, plan: AttentionPlan | None = None) 
             f"P4: {changed} elements of the KV pool or its canaries changed; attention may change 0. {case}"
         )
     around = batch.out_store.clone()
-    out_view(around, batch.problem, case).fill_(math.nan)
+    out_view(around, batch.problem, case.out_view).fill_(math.nan)
     if (changed := num_different(around, torch.full_like(around, math.nan))) > 0:
         raise PoisonError(f"P4: {changed} elements around the output were written; the limit is 0. {case}")
     return batch.out.clone(memory_format=torch.contiguous_format)
@@ -266,7 +271,7 @@ def _same(
 
 def num_different(a: torch.Tensor, b: torch.Tensor) -> int:
     """Elements whose bits differ; NaN equals itself."""
-    kind = _INTEGERS[a.element_size()]
+    kind = BITS[a.element_size()]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
 
 
@@ -296,50 +301,3 @@ def _check_scratch(batch: Batch, workspace: AttentionWorkspace, plan: AttentionP
             raise PoisonError(
                 f"P4: {written} elements of {name} past its {used} pieces were written; the limit is 0. {batch.case}"
             )
-
-
-def check_cache_write(
-    problem: AttentionProblem,
-    slots: list[int],
-    device: torch.device,
-    *,
-    kv_layout: KVLayout = "HND",
-    num_blocks: int = 5,
-    operation: Callable[..., Any] = paged_cache_write,
-    seed: int = 0,
-) -> None:
-    """Write tokens to ``slots`` of a pool of random bits (NaN and infinity among them) and compare every bit of it.
-
-    Keys and values are slices of one fused buffer (P5) with more rows than slots; slots outside the pool must be
-    skipped.
-
-    Raises:
-        PoisonError: a bit differs from the reference's.
-    """
-    dtype = getattr(torch, problem.dtype)
-    heads, head_dim = problem.num_kv_heads, problem.head_dim
-    scales = {"k_scale": torch.full((1,), 0.04, device=device), "v_scale": torch.full((1,), 3.0, device=device)}
-    scales = scales if problem.is_quantized else {}
-    generator = torch.Generator(device).manual_seed(seed)
-    store, kv_cache = kv_pool(problem, num_blocks, kv_layout, getattr(torch, problem.kv_dtype), device)
-    bits = store.view(_INTEGERS[store.element_size()])
-    bits.random_(generator=generator)
-    wanted = store.clone()
-    qkv = torch.randn(len(slots) + 3, (2 + 2 * heads) * head_dim, generator=generator, device=device).to(dtype)
-    key, value = (part.unflatten(-1, (heads, head_dim)) for part in qkv[:, 2 * head_dim :].chunk(2, dim=-1))
-    capacity = num_blocks * kv_cache.shape[2]
-    legal = torch.tensor([slot if 0 <= slot < capacity else -1 for slot in slots])
-    paged_cache_write_reference(key, value, _same_view(kv_cache, wanted), legal, **scales)
-    for _ in range(2):
-        mapping = torch.tensor(slots, dtype=torch.int64, device=device)
-        operation(odd_strides(key), odd_strides(value), kv_cache, mapping, **scales)
-        if (changed := num_different(store, wanted)) > 0:
-            raise PoisonError(
-                f"P4: {changed} of {store.numel()} elements of the pool and its canaries differ from the "
-                f"reference's; the limit is 0. Slots {slots[:8]}, {kv_layout}, {problem}"
-            )
-
-
-def _same_view(view: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
-    """The part of ``store`` that ``view`` is of the allocation it was taken from."""
-    return store.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tl_backend.problem import SUPPORTED_HEAD_DIMS, AttentionProblem
-from tl_backend.testing.cases import KV_LAYOUTS, OUT_VIEWS, Q_VIEWS, Case, make_problem
+from tl_backend.testing.cases import Case, make_problem
+from tl_backend.testing.views import KV_LAYOUTS, OUT_VIEWS, Q_VIEWS
 
 
 def name(problem: AttentionProblem) -> str:
