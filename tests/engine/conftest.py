@@ -40,15 +40,15 @@ def qwen3_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run_llm(tmp_path_factory):
-    """Runs llm_child.py; returns its result and the launches of all processes by kernel."""
+    """Runs llm_child.py or another program; returns its result and the launches of all processes by kernel."""
 
-    def run(model, backend, env=None, **task):
+    def run(model, backend, env=None, program="llm_child.py", **task):
         folder = tmp_path_factory.mktemp("llm")
         paths = [folder / name for name in ("task.json", "result.json", "log.txt")]
         paths[0].write_text(json.dumps({"model": str(model), "backend": backend, **task}))
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         env = inherited | ENV | {"TL_BACKEND_LAUNCH_LOG_DIR": str(folder / "launches")} | (env or {})
-        command = [sys.executable, str(HERE / "llm_child.py"), str(paths[0]), str(paths[1])]
+        command = [sys.executable, str(HERE / program), str(paths[0]), str(paths[1])]
         with paths[2].open("wb") as log:
             child = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=500, check=False)
         assert child.returncode == 0, paths[2].read_text()[-8000:]

@@ -19,7 +19,7 @@ def plant():
     """Wrap the operations that the implementation and the builder call. Loaded once a process."""
     from tl_backend import ops
 
-    attention, make_plan = ops.paged_attention, ops.plan_attention
+    attention, contiguous, make_plan = ops.paged_attention, ops.varlen_attention, ops.plan_attention
     file = Path(os.environ["ATTENTION_FAULT_FILE"])
 
     def seen_lens(seq_lens):
@@ -46,16 +46,22 @@ def plant():
             workspace = workspaces[right]
         return make_plan(problem, cu_seqlens_q, seen_lens(seq_lens), workspace=workspace, **rest)
 
-    def paged_attention(q, kv_cache, block_table, cu_seqlens_q, seq_lens, *, softmax_scale, **rest):
+    def seen_queries(q, softmax_scale):
         fault = file.read_text()
-        if fault == "permuted q heads":
-            q = q.roll(1, dims=1)
-        if fault == "scale x 1.1":
-            softmax_scale *= 1.1
-        if fault == SINKS_FAULT:
+        return q.roll(1, dims=1) if fault == "permuted q heads" else q, softmax_scale * (
+            1 + (fault == "scale x 1.1") / 10
+        )
+
+    def varlen_attention(q, *tensors, softmax_scale, **rest):
+        q, softmax_scale = seen_queries(q, softmax_scale)
+        return contiguous(q, *tensors, softmax_scale=softmax_scale, **rest)
+
+    def paged_attention(q, kv_cache, block_table, cu_seqlens_q, seq_lens, *, softmax_scale, **rest):
+        q, softmax_scale = seen_queries(q, softmax_scale)
+        if file.read_text() == SINKS_FAULT:
             rest["sinks"] = None
         return attention(
             q, kv_cache, block_table, cu_seqlens_q, seen_lens(seq_lens), softmax_scale=softmax_scale, **rest
         )
 
-    ops.plan_attention, ops.paged_attention = plan_attention, paged_attention
+    ops.plan_attention, ops.paged_attention, ops.varlen_attention = plan_attention, paged_attention, varlen_attention
