@@ -48,9 +48,9 @@ def plant():
 
     def seen_queries(q, softmax_scale):
         fault = file.read_text()
-        return q.roll(1, dims=1) if fault == "permuted q heads" else q, softmax_scale * (
-            1 + (fault == "scale x 1.1") / 10
-        )
+        if fault == "permuted q heads":
+            q = q.roll(1, dims=1)
+        return q, softmax_scale * (1.1 if fault == "scale x 1.1" else 1.0)
 
     def varlen_attention(q, *tensors, softmax_scale, **rest):
         q, softmax_scale = seen_queries(q, softmax_scale)

@@ -1,4 +1,4 @@
-"""An encoder in ``LLM(runner="pooling")`` on the CPU: embeddings equal vLLM's own backend's. ModernBERT, with windows."""
+"""An encoder with windows (ModernBERT) on the CPU: embeddings equal those of vLLM's own backend."""
 
 import json
 
