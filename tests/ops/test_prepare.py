@@ -29,6 +29,12 @@ def test_nothing_compiles_after_prepare() -> None:
     assert KERNELS.num_compiled == before
 
 
+def test_what_never_decodes_compiles_no_decode() -> None:
+    device, paged, contiguous = DeviceSpec.of(CPU), make_problem(6, 3, 32, 16), make_problem(6, 3, 32, None)
+    assert [key.kind for key in required_kernels(paged, device, batch_invariant=True)] == ["prefill", "cache_write"]
+    assert [key.kind for key in required_kernels(contiguous, device)] == ["prefill"]
+
+
 def test_problems_that_differ_only_in_queries_share_the_cache_write() -> None:
     device = DeviceSpec.of(CPU)
     one, other = (set(required_kernels(make_problem(heads, 2, 64, 16), device)) for heads in (4, 8))

@@ -42,7 +42,7 @@ def prepared(monkeypatch):
     """The problems that were prepared, without compiling."""
     seen = []
 
-    def prepare(problem, device, *, on_progress):
+    def prepare(problem, device, *, batch_invariant, on_progress):
         seen.append(problem)
         on_progress(0, 1, "prefill")
         on_progress(1, 1, "")

@@ -21,27 +21,37 @@ from tl_backend.problem import AttentionProblem
 Progress = Callable[[int, int, str], None]
 
 
-def required_kernels(problem: AttentionProblem, device: DeviceSpec) -> list[KernelKey]:
+def required_kernels(
+    problem: AttentionProblem, device: DeviceSpec, *, batch_invariant: bool = False
+) -> list[KernelKey]:
     """Every kernel that plans of a problem and its cache write can ask for.
+
+    Args:
+        batch_invariant: of the workspaces that the plans are made in: they never decode.
 
     Raises:
         UnsupportedError: the device does not serve the problem.
     """
     check_supported(problem, device)
-    if not problem.is_paged:
-        return [prefill_key(problem, device)]
-    return [
-        prefill_key(problem, device),
-        *decode_keys(problem, device, split=False),
-        *decode_keys(problem, device, split=True),
-        cache_write_key(cache_write_problem(problem), device),
-    ]
+    keys = [prefill_key(problem, device)]
+    if problem.is_paged and not batch_invariant:
+        keys += [*decode_keys(problem, device, split=False), *decode_keys(problem, device, split=True)]
+    if problem.is_paged:
+        keys.append(cache_write_key(cache_write_problem(problem), device))
+    return keys
 
 
-def prepare(problem: AttentionProblem, device: torch.device, *, on_progress: Progress | None = None) -> list[str]:
+def prepare(
+    problem: AttentionProblem,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
+    on_progress: Progress | None = None,
+) -> list[str]:
     """Compile the required kernels of a problem in this process, one after another.
 
     Args:
+        batch_invariant: as for ``required_kernels``.
         on_progress: called with (done, total, kind) before each kernel, and at the end with (total, total, "").
 
     Returns:
@@ -51,7 +61,7 @@ def prepare(problem: AttentionProblem, device: torch.device, *, on_progress: Pro
         UnsupportedError: the device does not serve the problem.
         EnvironmentProblemError: TileLang or a compiler is missing, or compilation failed.
     """
-    keys = required_kernels(problem, DeviceSpec.of(device))
+    keys = required_kernels(problem, DeviceSpec.of(device), batch_invariant=batch_invariant)
     for done, key in enumerate(keys):
         if on_progress is not None:
             on_progress(done, len(keys), key.kind)

@@ -84,7 +84,7 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
         graph_tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._problems = _problems_of_layers(kv_cache_spec, layer_names, vllm_config)
         for problem in self._problems.values():
-            ops.prepare(problem, device, on_progress=_log_progress)
+            ops.prepare(problem, device, batch_invariant=envs.VLLM_BATCH_INVARIANT, on_progress=_log_progress)
         self._workspaces = {
             shape: ops.AttentionWorkspace(
                 problem,
