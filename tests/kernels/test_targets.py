@@ -17,11 +17,12 @@ from tl_backend.testing.codegen import GeneratedCode, generate, offsets
 
 # Every kernel is generated once. The head sizes have a page size each: tiles within a page, and gathered from pages.
 PAGES = {64: 128, 128: 16, 256: 48}
+CONTIGUOUS = None
 KERNELS = ("prefill", "decode", "split decode", "combine", "cache write")
 ATTENTION = KERNELS[:3]
 
 
-def key_of(kernel: str, arch: str, head_dim: int, page_size: int) -> KernelKey:
+def key_of(kernel: str, arch: str, head_dim: int, page_size: int | None) -> KernelKey:
     device = DeviceSpec.absent(arch)
     dtype = "float32" if arch == "c" else "float16"
     problem = make_problem(32, 8, head_dim, page_size, dtype=dtype)
@@ -34,19 +35,29 @@ def key_of(kernel: str, arch: str, head_dim: int, page_size: int) -> KernelKey:
 
 
 @functools.cache
-def code(kernel: str, arch: str, head_dim: int, page_size: int) -> GeneratedCode:
+def code(kernel: str, arch: str, head_dim: int, page_size: int | None) -> GeneratedCode:
     return generate(key_of(kernel, arch, head_dim, page_size))
 
 
 HIP = [
-    (kernel, arch, head_dim, page_size)
-    for arch, (head_dim, page_size), kernel in itertools.product(AMD_ARCHES, PAGES.items(), KERNELS)
-    # It differs from the split decode in what it stores only.
-    if kernel != "decode" or (arch, head_dim) == ("gfx942", 128)
+    ("prefill", "gfx942", 128, CONTIGUOUS),
+    ("prefill", "gfx942", 512, 64),
+    ("split decode", "gfx950", 512, 16),
+    *(
+        (kernel, arch, head_dim, page_size)
+        for arch, (head_dim, page_size), kernel in itertools.product(AMD_ARCHES, PAGES.items(), KERNELS)
+        # It differs from the split decode in what it stores only.
+        if kernel != "decode" or (arch, head_dim) == ("gfx942", 128)
+    ),
 ]
+TWO = ("prefill", "split decode")
 CUDA = [
-    *(("sm_90", kernel, page_size) for kernel, page_size in itertools.product(("prefill", "split decode"), (16, 128))),
-    *(("sm_80", kernel, 16) for kernel in ("prefill", "split decode")),
+    *(("sm_90", kernel, 128, page_size) for kernel, page_size in itertools.product(TWO, (16, 128))),
+    *(("sm_80", kernel, 128, 16) for kernel in TWO),
+    *((arch, "prefill", 128, CONTIGUOUS) for arch in ("sm_90", "sm_80")),
+    # Tiles whose columns the warps split.
+    ("sm_90", "split decode", 512, 16),
+    ("sm_80", "prefill", 512, 16),
 ]
 
 
@@ -65,34 +76,44 @@ def test_the_arithmetic_of_configs_is_what_hip_code_allocates(kernel, arch, head
     assert code(kernel, arch, head_dim, page_size).shared_memory == tile.shared_memory(key.problem, key.device)
 
 
-@pytest.mark.parametrize(("arch", "kernel", "page_size"), CUDA)
-def test_cuda_code_has_the_instructions_of_its_architecture(arch: str, kernel: str, page_size: int) -> None:
-    source = code(kernel, arch, 128, page_size).source
+@pytest.mark.parametrize(("arch", "kernel", "head_dim", "page_size"), CUDA)
+def test_cuda_code_has_the_instructions_of_its_architecture(arch, kernel, head_dim, page_size) -> None:
+    source = code(kernel, arch, head_dim, page_size).source
     hopper = arch == "sm_90"
     assert ("tl::wgmma_" in source) == hopper
     assert ("tl::mma_sync" in source) != hopper
     # Whole tiles by TMA; a gather of small pages by asynchronous copies of 16 bytes.
-    assert ("tl::tma_load" in source) == (hopper and page_size == 128)
-    assert ("tl::cp_async_gs<16>" in source) == (page_size == 16)
+    whole = page_size in (128, CONTIGUOUS)
+    assert ("tl::tma_load" in source) == (hopper and whole)
+    assert ("tl::cp_async_gs<16>" in source) == (page_size == 16 or (whole and not hopper))
 
 
-@pytest.mark.parametrize(("arch", "kernel", "page_size"), CUDA)
-def test_cuda_code_fits_the_shared_memory(arch: str, kernel: str, page_size: int) -> None:
-    key = key_of(kernel, arch, 128, page_size)
+@pytest.mark.parametrize(("arch", "kernel", "head_dim", "page_size"), CUDA)
+def test_cuda_code_fits_the_shared_memory(arch, kernel, head_dim, page_size) -> None:
+    key = key_of(kernel, arch, head_dim, page_size)
     tile = key.config if kernel == "prefill" else key.config.tile
-    used = code(kernel, arch, 128, page_size).shared_memory
+    used = code(kernel, arch, head_dim, page_size).shared_memory
     assert used <= key.device.shared_memory_per_block
     assert used <= tile.shared_memory(key.problem, key.device)
 
 
-STRIDES = {"KV": "kv_stride_b", "Q": "q_stride_t", "O": "o_stride_t", "K": "key_stride_t", "V": "value_stride_t"}
+STRIDES = {
+    "KV": ("kv_stride_b",),
+    "Q": ("q_stride_t",),
+    "O": ("o_stride_t",),
+    "K": ("k_stride_b", "key_stride_t"),  # Of attention, where it may be the cache, and of the cache write.
+    "V": ("v_stride_s", "value_stride_t"),
+}
 WIDE = [
     *((kernel, "gfx942", 128, 16) for kernel in KERNELS),
     ("prefill", "sm_90", 128, 16),
     ("split decode", "sm_90", 128, 16),
     ("prefill", "sm_90", 128, 128),
     ("prefill", "sm_80", 128, 16),
+    ("prefill", "sm_80", 128, CONTIGUOUS),
+    ("prefill", "gfx942", 128, CONTIGUOUS),
     ("prefill", "c", 64, 16),
+    ("prefill", "c", 64, CONTIGUOUS),
     ("decode", "c", 64, 16),
     ("cache write", "c", 64, 16),
 ]
@@ -103,11 +124,11 @@ def test_offsets_into_global_tensors_are_of_64_bits(kernel, arch, head_dim, page
     """CASES.md A1 ... A5: an offset of 32 bits wraps in pools and batches of more than 2**31 elements."""
     source = code(kernel, arch, head_dim, page_size).source
     checked = 0
-    for tensor, stride in STRIDES.items():
+    for tensor, strides in STRIDES.items():
         for offset in offsets(source, tensor):
-            assert stride in offset, f"{tensor} is accessed without its stride: {offset}"
+            assert any(stride in offset for stride in strides), f"{tensor} is accessed without its stride: {offset}"
             assert "int64_t" in offset, f"{tensor} is accessed with a 32-bit offset: {offset}"
-            assert f"(int){stride}" not in offset
+            assert not any(f"(int){stride}" in offset for stride in strides)
             checked += 1
-        assert f"int {stride}" not in source, f"{stride} is passed as 32 bits"
+        assert not any(f"int {stride}" in source for stride in strides), f"a stride of {tensor} is passed as 32 bits"
     assert checked > 0
