@@ -101,8 +101,9 @@ STRIDES = {
     "KV": ("kv_stride_b",),
     "Q": ("q_stride_t",),
     "O": ("o_stride_t",),
-    "K": ("k_stride_b", "key_stride_t"),  # Of attention, where it may be the cache, and of the cache write.
-    "V": ("v_stride_s", "value_stride_t"),
+    # Of attention and of the cache write. In the prefill both names may be the cache's, whose strides are K's.
+    "K": ("k_stride_b", "key_stride_t"),
+    "V": ("k_stride_b", "v_stride_s", "value_stride_t"),
 }
 WIDE = [
     *((kernel, "gfx942", 128, 16) for kernel in KERNELS),
