@@ -95,6 +95,12 @@ def test_malformed(change: dict[str, torch.Tensor], message: str) -> None:
         merge_attention(**(given | change))
 
 
+def test_no_rows() -> None:
+    """Tensors without elements all have the address 0."""
+    out, lse = torch.zeros(0, H, D), torch.zeros(H, 0)
+    assert merge_attention(out, lse, out, lse, lse=torch.zeros(H, 0)).shape == out.shape
+
+
 def test_the_result_may_not_overwrite_what_others_read() -> None:
     out, lse = torch.zeros(7, H, D), torch.zeros(H, 7)
     with pytest.raises(InvalidInputError, match="lse: got lse_a or lse_b"):

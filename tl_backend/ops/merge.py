@@ -119,7 +119,7 @@ def _checked_problem(
             check_shape(name, vector, (num_heads, num_rows), "[H, T]")
             check_index(name, vector, torch.float32, 2, out_a.device)
     require(
-        lse is None or lse.data_ptr() not in (lse_a.data_ptr(), lse_b.data_ptr()),
+        lse is None or num_rows == 0 or lse.data_ptr() not in (lse_a.data_ptr(), lse_b.data_ptr()),
         "lse",
         value="lse_a or lse_b",
         limit="every head reads both while others write lse",
