@@ -83,6 +83,8 @@ def test_in_place_and_into_a_strided_view() -> None:
         ({"out_b": torch.zeros(7, H, D - 16)}, r"out_b shape: got \[7, 6, 64\]"),
         ({"lse_b": torch.zeros(7, H)}, r"lse_b shape: got \[7, 6\]"),
         ({"lse_a": torch.zeros(H, 7).double()}, "lse_a: got float64"),
+        ({"out": torch.zeros(1, H, D).expand(7, H, D)}, r"out strides: got \(0, 80, 1\)"),
+        ({"lse": torch.zeros(1, 7).expand(H, 7)}, r"lse strides: got \(0, 1\)"),
         ({"out_b": torch.zeros(7, H, D).half()}, "out_b dtype: got float16"),
     ],
 )

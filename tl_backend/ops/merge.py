@@ -11,6 +11,7 @@ from tl_backend.ops.checks import (
     check_index,
     check_shape,
     check_supported,
+    check_written,
     dtype_name,
     kernel_strides,
     require,
@@ -125,6 +126,9 @@ def _checked_problem(
         limit="every head reads both while others write lse",
         remedy="Pass a tensor of its own.",
     )
+    check_written("out", out)
+    if lse is not None:
+        check_written("lse", lse)
     dtype = dtype_name(out_a.dtype)
     problem = AttentionProblem(
         num_q_heads=num_heads,
