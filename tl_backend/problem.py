@@ -5,7 +5,6 @@ Pure Python: no torch, no TileLang, no vLLM.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tl_backend.errors import InvalidInputError, UnsupportedError, describe
@@ -15,6 +14,11 @@ SUPPORTED_HEAD_DIMS = (*range(32, 257, 16), 512)
 PAGE_SIZE_STEP = 16
 DTYPES = ("float16", "bfloat16", "float32")
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+# Kernels add the window to positions in int32.
+MAX_WINDOW = 2**30
+# Kernels divide by the cap, and subtract from it what is nearly as large: a logit's error is the cap's last digit in
+# float32, 7e-4 at the upper end. Models have 30 to 50.
+MIN_SOFT_CAP, MAX_SOFT_CAP = 1e-30, 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +33,16 @@ class AttentionProblem:
         head_dim: elements of a query and key head, one of ``SUPPORTED_HEAD_DIMS``.
         head_dim_v: elements of a value head; must equal ``head_dim``.
         dtype: of queries, "float16", "bfloat16" or "float32".
-        kv_dtype: of the cache: ``dtype``, or an 8-bit float, whose scales are read on the device at each launch.
+        kv_dtype: of keys and values: ``dtype``, or in a cache an 8-bit float, whose scales are read on the device at
+            each launch.
         out_dtype: of the output; must equal ``dtype``.
         page_size: tokens in a KV-cache block, a multiple of 16; None where keys and values are no cache, but two
             contiguous tensors with the rows of one request after another.
         causal: bottom-right aligned causal mask.
         window: sliding window W: a causal query at position p attends to keys p - W + 1 ... p, a non-causal one to
-            p - W + 1 ... p + W - 1. None for all.
-        soft_cap: logits become ``cap * tanh(logits / cap)``, before any mask. None for none.
+            p - W + 1 ... p + W - 1. At most ``MAX_WINDOW``; None for all.
+        soft_cap: logits become ``cap * tanh(logits / cap)``, before any mask. ``MIN_SOFT_CAP`` to ``MAX_SOFT_CAP``;
+            None for none.
         sinks_dtype: one learned logit of this dtype a head joins the softmax's denominator. None for none.
         has_alibi: one slope a head times the distance of key and query joins the logits.
         returns_lse: the log-sum-exp of each row is written, too; compiled apart, so that it costs the others nothing.
@@ -126,6 +132,13 @@ def dtype_refusal(dtype: str) -> str | None:
     )
 
 
+_DTYPE_FIELDS = {  # What a message calls it, and its remedy.
+    "kv_dtype": ("KV-cache dtype", "Pass --kv-cache-dtype auto."),
+    "k": ("dtype of keys and values", "Convert them: only a cache may be 8-bit."),
+    "out_dtype": ("output dtype", "Pass an output of that dtype, or none."),
+}
+
+
 def _refusals(problem: AttentionProblem) -> list[str]:
     other = "Serve this model with another attention backend."
     found = [head_dim_refusal(problem.head_dim), page_size_refusal(problem.page_size), dtype_refusal(problem.dtype)]
@@ -140,26 +153,17 @@ def _refusals(problem: AttentionProblem) -> list[str]:
         )
     for field in ("kv_dtype", "out_dtype"):
         value = getattr(problem, field)
-        if value != problem.dtype and not (field == "kv_dtype" and problem.is_quantized):
-            found.append(
-                describe(
-                    {"kv_dtype": "KV-cache dtype", "out_dtype": "output dtype"}[field],
-                    value=value,
-                    limit=f"it must equal the query dtype, {problem.dtype}",
-                    remedy="Pass --kv-cache-dtype auto.",
-                )
-            )
-    if problem.window is not None and problem.window < 1:
-        found.append(
-            describe("sliding window", value=problem.window, limit="at least 1 key", remedy="Pass None for no window.")
-        )
-    if problem.soft_cap is not None and not 0 < problem.soft_cap < math.inf:
-        found.append(
-            describe(
-                "logits soft cap",
-                value=problem.soft_cap,
-                limit="it must be positive and finite",
-                remedy="Pass None for no cap.",
-            )
-        )
+        if value != problem.dtype and not (field == "kv_dtype" and problem.is_paged and problem.is_quantized):
+            subject, remedy = _DTYPE_FIELDS[field if problem.is_paged or field == "out_dtype" else "k"]
+            limit = f"it must equal the query dtype, {problem.dtype}"
+            found.append(describe(subject, value=value, limit=limit, remedy=remedy))
+    if problem.window is not None and not 1 <= problem.window <= MAX_WINDOW:
+        limit = f"at least 1 key and at most {MAX_WINDOW}"
+        found.append(describe("sliding window", value=problem.window, limit=limit, remedy="Pass None for no window."))
+    if problem.soft_cap is not None and not MIN_SOFT_CAP <= problem.soft_cap <= MAX_SOFT_CAP:
+        limit = f"it must be positive and finite, {MIN_SOFT_CAP:g} to {MAX_SOFT_CAP:g}"
+        found.append(describe("logits soft cap", value=problem.soft_cap, limit=limit, remedy="Pass None for no cap."))
+    if problem.sinks_dtype not in (None, *DTYPES):
+        limit = f"{', '.join(DTYPES)} are supported"
+        found.append(describe("sinks dtype", value=problem.sinks_dtype, limit=limit, remedy="Pass sinks.float()."))
     return [message for message in found if message is not None]

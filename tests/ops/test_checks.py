@@ -143,13 +143,24 @@ UNSUPPORTED = {
     ),
     "an output of another dtype": (
         {"out": torch.zeros(5, 8, 64, dtype=torch.float16)},
-        r"output dtype: got float16; .* query dtype, float32",
+        r"output dtype: got float16; .* query dtype, float32. Pass an output of that dtype",
     ),
     "kv_cache on another device": (
         {"kv_cache": torch.zeros(4, 2, 16, 128, device="meta")},
         r"device: got meta; cpu, cuda",
     ),
     "a window of no keys": ({"window": 0}, r"sliding window: got 0; at least 1 key"),
+    "a window that int32 positions cannot be moved by": (
+        {"window": 2**31 - 1},
+        r"sliding window: got 2147483647; .* at most 1073741824\. Pass None",
+    ),
+    "sinks of integers": ({"sinks": torch.zeros(8, dtype=torch.int64)}, r"sinks dtype: got int64; float16, bfloat16"),
+    "bfloat16 sinks on a CPU": (
+        {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
+        r"sinks dtype on CPU: got bfloat16; .* Pass sinks\.float\(\)",
+    ),
+    "a soft cap whose last digit drowns the logits": ({"soft_cap": 1e6}, r"soft cap: got 1000000\.0; .* to 10000\."),
+    "a soft cap that nothing divides by": ({"soft_cap": 1e-39}, r"soft cap: got 1e-39; .* 1e-30 to"),
     "a negative soft cap": ({"soft_cap": -50.0}, r"soft cap: got -50\.0; it must be positive"),
     "an infinite soft cap": ({"soft_cap": math.inf}, r"soft cap: got inf"),
     "causal a tensor": ({"causal": torch.ones(2, dtype=torch.bool)}, r"causal: got a tensor; one bool for the batch"),

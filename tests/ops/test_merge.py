@@ -83,6 +83,8 @@ def test_in_place_and_into_a_strided_view() -> None:
         ({"out_b": torch.zeros(7, H, D - 16)}, r"out_b shape: got \[7, 6, 64\]"),
         ({"lse_b": torch.zeros(7, H)}, r"lse_b shape: got \[7, 6\]"),
         ({"lse_a": torch.zeros(H, 7).double()}, "lse_a: got float64"),
+        ({"out": torch.zeros(1, H, D).expand(7, H, D)}, r"out strides: got \(0, 80, 1\)"),
+        ({"lse": torch.zeros(1, 7).expand(H, 7)}, r"lse strides: got \(0, 1\)"),
         ({"out_b": torch.zeros(7, H, D).half()}, "out_b dtype: got float16"),
     ],
 )
@@ -93,6 +95,12 @@ def test_malformed(change: dict[str, torch.Tensor], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(InvalidInputError, match=message):
         merge_attention(**(given | change))
+
+
+def test_no_rows() -> None:
+    """Tensors without elements all have the address 0."""
+    out, lse = torch.zeros(0, H, D), torch.zeros(H, 0)
+    assert merge_attention(out, lse, out, lse, lse=torch.zeros(H, 0)).shape == out.shape
 
 
 def test_the_result_may_not_overwrite_what_others_read() -> None:

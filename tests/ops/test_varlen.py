@@ -56,7 +56,17 @@ def given(**change):
             "head counts: got 4 q heads, 3 kv",
         ),
         ({"k": torch.zeros(9, 2, 64)}, InvalidInputError, r"k shape: got \[9, 2, 64\]"),
-        ({"k": torch.zeros(9, 2, 32).half()}, UnsupportedError, "KV-cache dtype: got float16"),
+        ({"v": torch.zeros(9, 2, 32).half()}, InvalidInputError, "v dtype: got float16; k has float32"),
+        (
+            dict.fromkeys(("k", "v"), torch.zeros(9, 2, 32).to(torch.float8_e4m3fn)),
+            UnsupportedError,
+            "dtype of keys and values: got float8_e4m3fn; .* only a cache may be 8-bit",
+        ),
+        ({"causal": torch.tensor([True, False])}, UnsupportedError, "causal: got a tensor"),
+        (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.zeros(0).int()), InvalidInputError, "got no element"),
+        ({"out": torch.zeros(5, 1, 32).expand(5, 4, 32)}, InvalidInputError, r"out strides: got \(32, 0, 1\)"),
+        ({"lse": torch.zeros(1, 5).expand(4, 5)}, InvalidInputError, r"lse strides: got \(0, 1\)"),
+        ({"k": torch.zeros(9, 2, 32).half()}, UnsupportedError, "dtype of keys and values: got float16"),
         ({"cu_seqlens_k": torch.tensor([0, 9], dtype=torch.int32)}, InvalidInputError, "cu_seqlens_k shape"),
         (
             {"cu_seqlens_k": torch.tensor([0, 4, 10], dtype=torch.int32)},
@@ -87,5 +97,7 @@ def test_a_plan_of_a_paged_problem_is_refused() -> None:
         problem, starts, torch.tensor([4, 5]).int(), cu_seqlens_q_cpu=starts, max_seqlen_q=3, max_seqlen_k=5,
         workspace=AttentionWorkspace(problem, CPU, max_num_reqs=2, max_num_tokens=5),
     )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="causal: got a tensor"):
+        varlen_attention(**given(plan=plan, causal=torch.tensor([True, False])))
     with pytest.raises(InvalidInputError, match=r"the plan was made for \('float32', 4, 32, 2, 16\)"):
         varlen_attention(**given(plan=plan))

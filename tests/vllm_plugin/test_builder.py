@@ -91,6 +91,8 @@ def test_a_name_that_is_not_registered_takes_the_configs_cache_dtype(config, pre
     config.cache_config.cache_dtype = "fp8_e5m2"
     TileLangMetadataBuilder(spec(dtype=torch.uint8), ["placeholder"], config, CPU)
     assert [problem.kv_dtype for problem in prepared] == ["float8_e5m2"]
+    TileLangMetadataBuilder(EncoderOnlyAttentionSpec(**SPEC), ["placeholder"], config, CPU)
+    assert prepared[-1].kv_dtype == "float32"  # It has no cache.
 
 
 def test_layers_of_a_sliding_window_group(config, layers, prepared):

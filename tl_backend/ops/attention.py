@@ -15,6 +15,7 @@ from tl_backend.ops.checks import (
     check_index,
     check_shape,
     check_supported,
+    check_written,
     checked_scales,
     dtype_name,
     kernel_strides,
@@ -85,7 +86,7 @@ def paged_attention(
         causal: True or False. A tensor (one bool a request) is not supported yet.
         window: W keys, the token's own among them: a causal query at position p attends to p - W + 1 ... p, a
             non-causal one to p - W + 1 ... p + W - 1.
-        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``, before ALiBi and masks.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``, before ALiBi and masks; 1e-30 to 1e4.
         sinks: ``[H]``, any dtype of a query: a logit that joins each softmax's denominator. Read at launch.
         alibi_slopes: float32 ``[H]``: slope times (key - query) joins the logits, minus its magnitude if not causal.
         k_scale, v_scale: float32, one element, on the device, for an 8-bit cache: what its keys and values are
@@ -195,6 +196,7 @@ def _checked_problem(
     check_shape("q", q, (None, None, None), "[T, H, D]")
     check_shape("kv_cache", kv_cache, (None, None, None, 2 * q.shape[2]), "[num_blocks, HK, block_size, 2 * D]")
     check_shape("out", out, tuple(q.shape), "[T, H, D]")
+    check_written("out", out)
     check_index("block_table", block_table, torch.int32, 2, kv_cache.device)
     check_index("cu_seqlens_q", cu_seqlens_q, torch.int32, 1, kv_cache.device)
     check_index("seq_lens", seq_lens, torch.int32, 1, kv_cache.device)

@@ -28,7 +28,10 @@ def require(condition: bool, subject: str, *, value: object, limit: str, remedy:
 def unsupported_reason(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Why kernels on ``device`` do not serve ``problem``, or None. Beyond what ``AttentionProblem`` itself refuses."""
     if problem.dtype in device.dtypes:
-        return None
+        if device.vendor != "cpu" or problem.sinks_dtype != "bfloat16":
+            return None
+        limit = "the C compiler has no bfloat16"
+        return describe(f"sinks dtype on {device.name}", value="bfloat16", limit=limit, remedy="Pass sinks.float().")
     remedy = "Pass --dtype float32." if device.vendor == "cpu" else "Pass --dtype bfloat16."
     return describe(
         f"dtype on {device.name}",
@@ -83,6 +86,17 @@ def check_current_device(tensor: torch.Tensor) -> None:
         value=tensor.device,
         limit=f"kernels launch on the current device, {current}",
         remedy=f"Call torch.cuda.set_device({tensor.device.index}) before the first kernel of the process is compiled.",
+    )
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """No two elements of a result lie in one place, as those of an expanded tensor do."""
+    require(
+        all(step or extent <= 1 for extent, step in zip(tensor.shape, tensor.stride(), strict=True)),
+        f"{name} strides",
+        value=tensor.stride(),
+        limit=f"every element of shape {list(tensor.shape)} needs a place of its own",
+        remedy=f"Pass {name}.contiguous().",
     )
 
 

@@ -11,6 +11,7 @@ from tl_backend.ops.checks import (
     check_index,
     check_shape,
     check_supported,
+    check_written,
     dtype_name,
     kernel_strides,
     require,
@@ -119,12 +120,15 @@ def _checked_problem(
             check_shape(name, vector, (num_heads, num_rows), "[H, T]")
             check_index(name, vector, torch.float32, 2, out_a.device)
     require(
-        lse is None or lse.data_ptr() not in (lse_a.data_ptr(), lse_b.data_ptr()),
+        lse is None or num_rows == 0 or lse.data_ptr() not in (lse_a.data_ptr(), lse_b.data_ptr()),
         "lse",
         value="lse_a or lse_b",
         limit="every head reads both while others write lse",
         remedy="Pass a tensor of its own.",
     )
+    check_written("out", out)
+    if lse is not None:
+        check_written("lse", lse)
     dtype = dtype_name(out_a.dtype)
     problem = AttentionProblem(
         num_q_heads=num_heads,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tl_backend.errors import InvalidInputError, UnsupportedError, describe
-from tl_backend.ops.checks import check_index, check_shape, dtype_name, require
+from tl_backend.ops.checks import check_index, check_shape, check_written, dtype_name, require
 from tl_backend.ops.plan import AttentionPlan
 from tl_backend.problem import AttentionProblem
 
@@ -54,6 +54,8 @@ def check_extras(
         check_shape(name, tensor, shape, meaning)
         dtype = tensor.dtype if name == "sinks" else torch.float32
         check_index(name, tensor, dtype, len(shape), q.device)
+    if lse is not None:
+        check_written("lse", lse)
 
 
 def checked_starts(name: str, starts: torch.Tensor, num_rows: int, max_length: int, max_name: str) -> torch.Tensor:

@@ -14,8 +14,10 @@ from tl_backend.ops.checks import (
     check_index,
     check_shape,
     check_supported,
+    check_written,
     dtype_name,
     kernel_strides,
+    require,
 )
 from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
 from tl_backend.ops.prefill import launch_prefill
@@ -26,6 +28,7 @@ from tl_backend.ops.step_checks import (
     check_shapes_match_plan,
     checked_scale,
     checked_starts,
+    refuse_what_is_not_there,
 )
 from tl_backend.problem import AttentionProblem
 
@@ -41,7 +44,7 @@ def varlen_attention(
     max_seqlen_k: int,
     out: torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    causal: bool = True,
+    causal: bool | torch.Tensor = True,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -67,7 +70,7 @@ def varlen_attention(
         max_seqlen_q: longest query of the batch, or an upper bound.
         max_seqlen_k: most keys of a request, or an upper bound.
         out, softmax_scale, window, soft_cap, sinks, alibi_slopes, lse: as for ``paged_attention``.
-        causal: whether a query attends only to keys at its position and before.
+        causal: whether a query attends only to keys at its position and before. A tensor is refused.
         plan: of this step, from ``plan_attention``, for a problem with ``page_size=None``.
 
     Returns:
@@ -78,13 +81,14 @@ def varlen_attention(
         UnsupportedError: no kernel serves the request.
         EnvironmentProblemError: the kernels cannot be compiled here.
     """
+    refuse_what_is_not_there(causal, {})
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     spec = DeviceSpec.of(q.device)
     if plan is None:
         problem = _checked_problem(
             q, k, v, cu_seqlens_q, cu_seqlens_k, out, spec,
-            causal=causal, window=window, soft_cap=soft_cap,
+            causal=bool(causal), window=window, soft_cap=soft_cap,
             sinks_dtype=None if sinks is None else dtype_name(sinks.dtype),
             has_alibi=alibi_slopes is not None, returns_lse=lse is not None,
         )  # fmt: skip
@@ -152,10 +156,18 @@ def _checked_problem(
     check_shape("k", k, (None, None, q.shape[2]), "[S, HK, D]")
     check_shape("v", v, tuple(k.shape), "[S, HK, D]")
     check_shape("out", out, tuple(q.shape), "[T, H, D]")
+    check_written("out", out)
     for name, tensor in (("k", k), ("v", v), ("out", out)):
         check_device(name, tensor, q.device)
     check_index("cu_seqlens_q", cu_seqlens_q, torch.int32, 1, q.device)
     check_index("cu_seqlens_k", cu_seqlens_k, torch.int32, 1, q.device)
+    require(
+        len(cu_seqlens_q) > 0,
+        "cu_seqlens_q",
+        value="no element",
+        limit="[R + 1] elements are needed, of which the last says where the rows end",
+        remedy="Pass one 0 for no request.",
+    )
     check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "[R + 1]")
     problem = AttentionProblem(
         num_q_heads=q.shape[1],
@@ -172,6 +184,13 @@ def _checked_problem(
         sinks_dtype=sinks_dtype,
         has_alibi=has_alibi,
         returns_lse=returns_lse,
+    )
+    require(
+        v.dtype == k.dtype,
+        "v dtype",
+        value=dtype_name(v.dtype),
+        limit=f"k has {dtype_name(k.dtype)}",
+        remedy="Pass keys and values in one dtype.",
     )
     check_supported(problem, spec)
     return problem

@@ -146,16 +146,17 @@ def _problems_of_layers(
     for layer in layers:
         problem_of(layer.impl.shape, page_size=spec.block_size, head_dim_v=layer.head_size_v)
     if not shapes:
+        is_paged = type(spec) is not EncoderOnlyAttentionSpec
         heads = model.get_num_attention_heads(config.parallel_config)
         shape = LayerShape(
             heads,
             spec.num_kv_heads,
             spec.head_size,
             dtype=dtype_name(model.dtype),
-            kv_dtype=kv_dtype_name(config.cache_config.cache_dtype, model.dtype),
+            kv_dtype=kv_dtype_name(config.cache_config.cache_dtype if is_paged else "auto", model.dtype),
             window=getattr(spec, "sliding_window", None),
             causal=type(spec) in CAUSAL_SPECS,
-            is_paged=type(spec) is not EncoderOnlyAttentionSpec,
+            is_paged=is_paged,
         )
         shapes = {shape: getattr(spec, "head_size_v", None) or spec.head_size}
     return {
