@@ -1,5 +1,6 @@
 """Window, soft cap, sinks, ALiBi, log-sum-exp and 8-bit caches, alone and in pairs, under the poison harness."""
 
+import math
 from itertools import combinations
 
 import pytest
@@ -56,7 +57,7 @@ def test_the_window_of_a_model_at_its_edge() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
-@pytest.mark.parametrize("sink", [-1e4, 0.0, 10.0, 80.0])
+@pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 10.0, 80.0])
 def test_sinks_far_from_the_logits(sink: float, kv_dtype: str) -> None:
     """CASES.md A32: decoded whole and in pieces, and prefilled. A sink of 80 leaves outputs of 1e-32."""
     problem = make_problem(8, 2, 32, 16, sinks_dtype="float32", kv_dtype=kv_dtype)

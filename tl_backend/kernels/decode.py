@@ -173,8 +173,13 @@ def decode_combine(problem: AttentionProblem, threads: int, dialect: Dialect) ->
                 T.fill(o_D, 0)
                 for split in T.serial(num_splits):
                     highest[0] = T.max(highest[0], partial_lse[(request * num_splits + split) * num_heads + head])
-                total[0] = T.exp2(T.cast(sinks[head], ACCUM) * LOG2E - highest[0]) if has_sinks else 0
-                # A piece without keys has log-sum-exp -inf: its weight is 0. With no key at all the sum stays 0.
+                # A sink of -inf, or a piece without keys, weighs nothing. With no key at all the sum stays 0.
+                if has_sinks:
+                    total[0] = T.if_then_else(
+                        highest[0] == -T.infinity(ACCUM), 0.0, T.exp2(T.cast(sinks[head], ACCUM) * LOG2E - highest[0])
+                    )
+                else:
+                    total[0] = 0
                 for split in T.serial(num_splits):
                     piece = (request * num_splits + split) * num_heads + head
                     weight = T.if_then_else(
