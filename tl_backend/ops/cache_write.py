@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from tl_backend.configs.cache_write import default_cache_write_config
@@ -89,6 +91,7 @@ def cache_write_problem(attention_problem: AttentionProblem) -> AttentionProblem
     )
 
 
+@functools.lru_cache(maxsize=256)
 def _write_problem(
     num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str, page_size: int | None
 ) -> AttentionProblem:

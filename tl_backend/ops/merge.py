@@ -58,7 +58,7 @@ def merge_attention(
     if out_a.shape[0] == 0:
         return out
     check_current_device(out_a)
-    kernel = KERNELS.get(merge_key(problem, spec))
+    kernel = KERNELS.get(KernelKey("merge", problem, THREADS, spec))
     launches.record("merge")
     kernel(
         out_a.data_ptr(),
@@ -80,18 +80,22 @@ def merge_attention(
 
 def merge_key(problem: AttentionProblem, device: DeviceSpec) -> KernelKey:
     """Of the kernel that merges outputs of a problem: neither its keys nor its scores matter."""
-    merged = AttentionProblem(
-        num_q_heads=problem.num_q_heads,
-        num_kv_heads=problem.num_q_heads,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim,
-        dtype=problem.dtype,
-        kv_dtype=problem.dtype,
-        out_dtype=problem.dtype,
-        page_size=None,
-        returns_lse=problem.returns_lse,
-    )
+    merged = _merge_problem(problem.num_q_heads, problem.head_dim, problem.dtype, returns_lse=problem.returns_lse)
     return KernelKey("merge", merged, THREADS, device)
+
+
+def _merge_problem(num_heads: int, head_dim: int, dtype: str, *, returns_lse: bool) -> AttentionProblem:
+    return AttentionProblem(
+        num_q_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        kv_dtype=dtype,
+        out_dtype=dtype,
+        page_size=None,
+        returns_lse=returns_lse,
+    )
 
 
 def _checked_problem(
@@ -129,17 +133,6 @@ def _checked_problem(
     check_written("out", out)
     if lse is not None:
         check_written("lse", lse)
-    dtype = dtype_name(out_a.dtype)
-    problem = AttentionProblem(
-        num_q_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        kv_dtype=dtype,
-        out_dtype=dtype,
-        page_size=None,
-        returns_lse=lse is not None,
-    )
+    problem = _merge_problem(num_heads, head_dim, dtype_name(out_a.dtype), returns_lse=lse is not None)
     check_supported(problem, spec)
     return problem

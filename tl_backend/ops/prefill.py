@@ -78,7 +78,7 @@ def launch_prefill(
     strides: Strides,
     extras: tuple[int, ...],
 ) -> None:
-    """One launch. ``k`` and ``v`` are both the cache, or contiguous: see ``kernels.prefill``."""
+    """One launch. ``k`` and ``v`` are both the cache; or contiguous, with cu_seqlens_k for ``block_table``."""
     launches.record("prefill")
     plan.kernel(
         q.data_ptr(),
@@ -92,7 +92,7 @@ def launch_prefill(
         plan.work.data_ptr(),
         plan.num_work,
         q.shape[0],
-        block_table.shape[1],
+        block_table.shape[-1],
         softmax_scale,
         *strides.q,
         *strides.k,

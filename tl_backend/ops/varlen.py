@@ -131,8 +131,7 @@ def varlen_attention(
         lse=0 if lse is None else lse.stride(0),
     )
     extras = tuple(0 if tensor is None else tensor.data_ptr() for tensor in (lse, sinks, alibi_slopes, None, None))
-    table = cu_seqlens_k.unsqueeze(1)  # Where the kernel of a paged problem has its block table.
-    launch_prefill(plan.prefill, q, k, v, out, table, cu_seqlens_q, cu_seqlens_k, scale, strides, extras)
+    launch_prefill(plan.prefill, q, k, v, out, cu_seqlens_k, cu_seqlens_q, cu_seqlens_k, scale, strides, extras)
     return out
 
 
