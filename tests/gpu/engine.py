@@ -250,7 +250,8 @@ def main() -> int:
         "environment": environment() | {"vllm": vllm.__version__},
         "noise_factor": NOISE_FACTOR,
         "fault_factor": FAULT_FACTOR,
-        "rows": rows,
+        # JSON has no infinity: where nothing was compared, there is no distance.
+        "rows": [{key: None if value == math.inf else value for key, value in row.items()} for row in rows],
     }
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(row["ok"] for row in rows) else 1
