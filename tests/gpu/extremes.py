@@ -13,6 +13,8 @@ import torch
 
 from tests.gpu.long_contexts import INT32_LIMIT, Extreme, context_extremes, long_context
 from tests.gpu.properties import property_extremes
+from tl_backend.configs.decode import default_decode_tile
+from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError
 from tl_backend.ops import AttentionWorkspace, paged_attention, paged_cache_write, plan_attention
@@ -71,9 +73,9 @@ def extremes(dtype: str) -> list[Extreme]:
 def kernel_keys(problem: AttentionProblem, kinds: tuple[str, ...], device: DeviceSpec) -> list[KernelKey]:
     """Keys of "prefill", "decode", "decode_split" (with its combine), "cache_write", "merge"."""
     made: dict[str, Callable[[], list[KernelKey]]] = {
-        "prefill": lambda: [prefill_key(problem, device)],
-        "decode": lambda: decode_keys(problem, device, split=False),
-        "decode_split": lambda: decode_keys(problem, device, split=True),
+        "prefill": lambda: [prefill_key(problem, default_prefill_config(problem, device), device)],
+        "decode": lambda: decode_keys(problem, default_decode_tile(problem, device), device, split=False),
+        "decode_split": lambda: decode_keys(problem, default_decode_tile(problem, device), device, split=True),
         "cache_write": lambda: [cache_write_key(cache_write_problem(problem), device)],
         "merge": lambda: [merge_key(problem, device)],
     }

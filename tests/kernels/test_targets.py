@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 
+from tl_backend.configs.decode import default_decode_tile
+from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.device import AMD_ARCHES, DeviceSpec
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.compiled import KernelKey
@@ -27,10 +29,10 @@ def key_of(kernel: str, arch: str, head_dim: int, page_size: int | None) -> Kern
     dtype = "float32" if arch == "c" else "float16"
     problem = make_problem(32, 8, head_dim, page_size, dtype=dtype)
     if kernel == "prefill":
-        return prefill_key(problem, device)
+        return prefill_key(problem, default_prefill_config(problem, device), device)
     if kernel == "cache write":
         return cache_write_key(cache_write_problem(problem), device)
-    keys = decode_keys(problem, device, split=kernel != "decode")
+    keys = decode_keys(problem, default_decode_tile(problem, device), device, split=kernel != "decode")
     return keys[-1] if kernel == "combine" else keys[0]
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError
 from tl_backend.ops import compiled
@@ -16,7 +17,8 @@ from tl_backend.ops.prefill import prefill_key
 from tl_backend.testing.cases import make_problem
 
 DEVICE = DeviceSpec.of(torch.device("cpu"))
-KEY = prefill_key(make_problem(8, 2, 64, 16), DEVICE)
+PROBLEM = make_problem(8, 2, 64, 16)
+KEY = prefill_key(PROBLEM, default_prefill_config(PROBLEM, DEVICE), DEVICE)
 THREADS = 8
 
 
@@ -85,6 +87,6 @@ def test_every_field_of_a_problem_is_in_its_key(changes) -> None:
     """CASES.md C9, A30: a key without a field hands out another problem's kernel."""
     from dataclasses import replace
 
-    assert prefill_key(replace(KEY.problem, **changes), DEVICE) != KEY
+    assert prefill_key(replace(PROBLEM, **changes), KEY.config, DEVICE) != KEY
     assert KEY._replace(kind="decode") != KEY
     assert KEY._replace(device=DeviceSpec.absent("sm_90")) != KEY

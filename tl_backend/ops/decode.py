@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tl_backend.configs.decode import DecodeConfig, combine_threads, default_decode_tile
+from tl_backend.configs.decode import DecodeConfig, combine_threads
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import Strides
-from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
+from tl_backend.ops.compiled import Kernel, KernelKey
 from tl_backend.problem import PAGE_SIZE_STEP, AttentionProblem
 from tl_backend.telemetry import launches
 
@@ -26,6 +26,7 @@ class DecodePlan:
         num_splits: pieces a request.
         partial_o: float32 ``[>= num_requests * num_splits, H, D]``.
         partial_lse: float32 ``[>= num_requests * num_splits, H]``, base 2.
+        source: where the kernel's config comes from, for people.
     """
 
     kernel: Kernel
@@ -34,18 +35,12 @@ class DecodePlan:
     num_splits: int
     partial_o: torch.Tensor
     partial_lse: torch.Tensor
+    source: str
 
 
-def decode_kernels(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -> tuple[Kernel, Kernel | None]:
-    """The compiled kernel, and with ``split`` the combine."""
-    keys = decode_keys(problem, device, split=split)
-    return KERNELS.get(keys[0]), KERNELS.get(keys[1]) if split else None
-
-
-def decode_keys(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -> list[KernelKey]:
+def decode_keys(problem: AttentionProblem, tile: TileConfig, device: DeviceSpec, *, split: bool) -> list[KernelKey]:
     """Of the decode kernel and, with ``split``, of the combine."""
-    config = DecodeConfig(tile=decode_tile(problem, device), split=split)
-    keys = [KernelKey("decode", problem, config, device)]
+    keys = [KernelKey("decode", problem, DecodeConfig(tile=tile, split=split), device)]
     if split:
         # Neither pages nor kv heads nor the mask matter to the combine: problems that differ in them share one.
         merged = replace(
@@ -59,11 +54,6 @@ def decode_keys(problem: AttentionProblem, device: DeviceSpec, *, split: bool) -
         )
         keys.append(KernelKey("decode_combine", merged, combine_threads(problem), device))
     return keys
-
-
-def decode_tile(problem: AttentionProblem, device: DeviceSpec) -> TileConfig:
-    """The tile that serves a problem."""
-    return default_decode_tile(problem, device)
 
 
 def launch_decode(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 
 from tl_backend.configs import decode as decode_config
-from tl_backend.configs.prefill import default_prefill_config
+from tl_backend.configs.choice import Chooser
+from tl_backend.configs.decode import DecodeChoice
+from tl_backend.configs.regime import Regime
+from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, describe
 from tl_backend.ops.checks import check_supported
-from tl_backend.ops.decode import DecodePlan, decode_kernels, decode_tile
-from tl_backend.ops.prefill import PrefillPlan, prefill_kernel, work_list
+from tl_backend.ops.choices import chooser_for
+from tl_backend.ops.compiled import KERNELS
+from tl_backend.ops.decode import DecodePlan, decode_keys
+from tl_backend.ops.prefill import PrefillPlan, prefill_key, work_list
 from tl_backend.problem import AttentionProblem
 
 # Host buffers of the work list that take turns. Each is guarded by an event, so that more steps in flight than this
@@ -49,6 +55,7 @@ class AttentionWorkspace:
         batch_invariant: the bits of a token's output depend on its own request alone: neither on the others of the step
             nor on how its prompt is cut into chunks. Everything goes through the prefill, which adds the keys of every
             query row in the same order and the same tiles; decodes are slower.
+        chooser: of the configs. Default: this device's tables.
 
     Raises:
         UnsupportedError: the device does not serve the problem.
@@ -62,20 +69,30 @@ class AttentionWorkspace:
         max_num_reqs: int,
         max_num_tokens: int,
         batch_invariant: bool = False,
+        chooser: Chooser | None = None,
     ) -> None:
         self.spec = DeviceSpec.of(device)
         check_supported(problem, self.spec)
         self.problem = problem
+        self.chooser = chooser or chooser_for(problem, self.spec, batch_invariant=batch_invariant)
         # The decode reads pages, and adds in another order than the prefill.
         self.decodes = problem.is_paged and not batch_invariant
         self.max_num_reqs, self.max_num_tokens = max_num_reqs, max_num_tokens
-        self.lanes = problem.num_kv_heads * decode_tile(problem, self.spec).head_tiles(problem)
-        tokens_per_tile = default_prefill_config(problem, self.spec).tokens_per_tile
-        capacity = max_num_tokens // tokens_per_tile + max_num_reqs
+        prefills = cast("tuple[TileConfig, ...]", self.chooser.configs("prefill"))
+        decodes = cast("tuple[DecodeChoice, ...]", self.chooser.configs("decode")) if self.decodes else ()
+        capacity = max_num_tokens // min(config.tokens_per_tile for config in prefills) + max_num_reqs
         self.work = torch.empty(capacity, 2, dtype=torch.int32, device=device)
         self._hosts = [_HostBuffer(capacity, pinned=self.spec.is_gpu) for _ in range(NUM_HOST_BUFFERS)]
         self._turn = 0
-        partials = decode_config.max_partials(max_num_reqs, self.lanes, self.spec) if self.decodes else 0
+        partials = max(
+            (
+                decode_config.max_partials(
+                    max_num_reqs, lanes(problem, choice.tile), self.spec, choice.blocks_per_multiprocessor
+                )
+                for choice in decodes
+            ),
+            default=0,
+        )
         heads, head_dim = problem.num_q_heads, problem.head_dim
         self.partial_o = torch.empty(partials, heads, head_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(partials, heads, dtype=torch.float32, device=device)
@@ -85,6 +102,11 @@ class AttentionWorkspace:
         host = self._hosts[self._turn]
         self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
         host.copy_to(self.work, work)
+
+
+def lanes(problem: AttentionProblem, tile: TileConfig) -> int:
+    """Blocks of one decode request and piece."""
+    return problem.num_kv_heads * tile.head_tiles(problem)
 
 
 class _HostBuffer:
@@ -168,25 +190,53 @@ def plan_attention(
     if num_decodes and starts[num_decodes] > 0:
         decode = _plan_decode(workspace, num_decodes, max_seqlen_k, num_splits)
     if num_rows > starts[num_decodes]:
-        kernel, config = prefill_kernel(problem, workspace.spec)
-        bound = None if seq_lens_cpu_upper_bound is None else seq_lens_cpu_upper_bound.numpy()[:num_reqs] - query_lens
-        work = work_list(query_lens, num_decodes, config.tokens_per_tile, bound)
-        workspace.upload(work)
-        prefill = PrefillPlan(kernel=kernel, work=workspace.work, num_work=len(work))
+        bound = None if seq_lens_cpu_upper_bound is None else seq_lens_cpu_upper_bound.numpy()[:num_reqs]
+        prefill = _plan_prefill(workspace, query_lens, num_decodes, max_seqlen_k, bound)
     return AttentionPlan(problem=problem, num_rows=num_rows, decode=decode, prefill=prefill)
 
 
+def _plan_prefill(
+    workspace: AttentionWorkspace,
+    query_lens: np.ndarray,
+    first_request: int,
+    max_seqlen_k: int,
+    seq_lens: np.ndarray | None,
+) -> PrefillPlan:
+    contexts = None if seq_lens is None else seq_lens - query_lens
+    num_tokens, num_requests = int(query_lens[first_request:].sum()), len(query_lens) - first_request
+    longest = max_seqlen_k if seq_lens is None else int(seq_lens[first_request:].max())
+    is_first = contexts is not None and not contexts[first_request:].any()
+    regime = Regime.of(
+        phase="prefill" if is_first else "extend",
+        query_len=-(-num_tokens // num_requests),
+        context_len=longest,
+        num_requests=num_requests,
+    )
+    choice = workspace.chooser.choose(regime)
+    config = cast("TileConfig", choice.config)
+    kernel = KERNELS.get(prefill_key(workspace.problem, config, workspace.spec))
+    work = work_list(query_lens, first_request, config.tokens_per_tile, contexts)
+    workspace.upload(work)
+    return PrefillPlan(kernel=kernel, work=workspace.work, num_work=len(work), source=choice.source)
+
+
 def _plan_decode(workspace: AttentionWorkspace, num_decodes: int, max_seqlen_k: int, cap: int | None) -> DecodePlan:
-    window = workspace.problem.window
-    max_keys = max_seqlen_k if window is None else min(max_seqlen_k, window)
-    splits = decode_config.num_splits(num_decodes, workspace.lanes, max_keys, workspace.spec)
+    problem, spec = workspace.problem, workspace.spec
+    max_keys = max_seqlen_k if problem.window is None else min(max_seqlen_k, problem.window)
+    regime = Regime.of(phase="decode", query_len=1, context_len=max_keys, num_requests=num_decodes)
+    choice = workspace.chooser.choose(regime)
+    config = cast("DecodeChoice", choice.config)
+    splits = decode_config.num_splits(
+        num_decodes, lanes(problem, config.tile), max_keys, spec, config.blocks_per_multiprocessor
+    )
     splits = splits if cap is None else min(splits, cap)
-    kernel, combine = decode_kernels(workspace.problem, workspace.spec, split=splits > 1)
+    kernel, *combine = map(KERNELS.get, decode_keys(problem, config.tile, spec, split=splits > 1))
     return DecodePlan(
         kernel=kernel,
-        combine=combine,
+        combine=combine[0] if combine else None,
         num_requests=num_decodes,
         num_splits=splits,
         partial_o=workspace.partial_o,
         partial_lse=workspace.partial_lse,
+        source=choice.source,
     )

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import Strides
-from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
+from tl_backend.ops.compiled import Kernel, KernelKey
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
 
@@ -24,22 +23,18 @@ class PrefillPlan:
         kernel: compiled.
         work: int32 ``[capacity, 2]`` on the device, (request, first token); its first ``num_work`` rows count.
         num_work: tiles of query tokens.
+        source: where the kernel's config comes from, for people.
     """
 
     kernel: Kernel
     work: torch.Tensor
     num_work: int
+    source: str
 
 
-def prefill_kernel(problem: AttentionProblem, device: DeviceSpec) -> tuple[Kernel, TileConfig]:
-    """The compiled kernel that serves a problem, and its config."""
-    key = prefill_key(problem, device)
-    return KERNELS.get(key), key.config
-
-
-def prefill_key(problem: AttentionProblem, device: DeviceSpec) -> KernelKey:
+def prefill_key(problem: AttentionProblem, config: TileConfig, device: DeviceSpec) -> KernelKey:
     """Of the prefill kernel."""
-    return KernelKey("prefill", problem, default_prefill_config(problem, device), device)
+    return KernelKey("prefill", problem, config, device)
 
 
 def work_list(

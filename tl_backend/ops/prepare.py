@@ -6,13 +6,18 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from typing import cast
 
 import torch
 
+from tl_backend.configs.choice import Chooser
+from tl_backend.configs.decode import DecodeChoice
+from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TLBackendError
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.checks import check_supported
+from tl_backend.ops.choices import chooser_for
 from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.ops.decode import decode_keys
 from tl_backend.ops.prefill import prefill_key
@@ -22,23 +27,33 @@ Progress = Callable[[int, int, str], None]
 
 
 def required_kernels(
-    problem: AttentionProblem, device: DeviceSpec, *, batch_invariant: bool = False
+    problem: AttentionProblem,
+    device: DeviceSpec,
+    *,
+    batch_invariant: bool = False,
+    chooser: Chooser | None = None,
 ) -> list[KernelKey]:
     """Every kernel that plans of a problem and its cache write can ask for.
 
     Args:
         batch_invariant: of the workspaces that the plans are made in: they never decode.
+        chooser: as for ``AttentionWorkspace``.
 
     Raises:
         UnsupportedError: the device does not serve the problem.
     """
     check_supported(problem, device)
-    keys = [prefill_key(problem, device)]
+    chooser = chooser or chooser_for(problem, device, batch_invariant=batch_invariant)
+    keys = [
+        prefill_key(problem, config, device) for config in cast("tuple[TileConfig, ...]", chooser.configs("prefill"))
+    ]
     if problem.is_paged and not batch_invariant:
-        keys += [*decode_keys(problem, device, split=False), *decode_keys(problem, device, split=True)]
+        choices = cast("tuple[DecodeChoice, ...]", chooser.configs("decode"))
+        for tile in dict.fromkeys(choice.tile for choice in choices):
+            keys += [*decode_keys(problem, tile, device, split=False), *decode_keys(problem, tile, device, split=True)]
     if problem.is_paged:
         keys.append(cache_write_key(cache_write_problem(problem), device))
-    return keys
+    return list(dict.fromkeys(keys))  # Tiles share the combine.
 
 
 def prepare(
