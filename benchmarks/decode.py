@@ -8,8 +8,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.harness import as_graph, ratio, relative_rms, time_ms
-from benchmarks.workload import Batch, Workload, problem, run
+from benchmarks.program import DEVICE, run
+from tl_backend.measure.peers import flash_attention_3
+from tl_backend.measure.timing import as_graph, ratio, relative_rms, time_ms
+from tl_backend.measure.workload import Batch, Workload, problem
 
 TOLERANCE = 4e-3  # relative RMS of bf16 attention against float64
 
@@ -34,16 +36,16 @@ def measure(workload: Workload) -> dict[str, Any]:
     Raises:
         SystemExit: the answer is wrong: a time would mean nothing.
     """
-    batch = Batch(workload)
+    batch = Batch(workload, DEVICE)
     launch, out = batch.tilelang()
     launch()
     error = relative_rms(out, batch.reference())
     if not error <= TOLERANCE:
         raise SystemExit(f"{workload.name}, page {workload.problem.page_size}: error {error:.2e} > {TOLERANCE:.0e}")
-    launches = {"tilelang": as_graph(launch)}
-    if (peer := batch.flash_attention_3()) is not None:
-        launches["fa3"] = as_graph(peer[0])
-    times = time_ms(launches, cold=True)
+    launches = {"tilelang": as_graph(launch, DEVICE)}
+    if (peer := flash_attention_3(batch)) is not None:
+        launches["fa3"] = as_graph(peer[0], DEVICE)
+    times = time_ms(launches, DEVICE, cold=True)
     row: dict[str, Any] = {"name": workload.name, "page_size": workload.problem.page_size, "relative_rms": error}
     for name, values in times.items():
         row[f"{name}_us"] = statistics.median(values) * 1e3

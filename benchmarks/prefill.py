@@ -8,8 +8,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.harness import ratio, relative_rms, time_ms
-from benchmarks.workload import Batch, Workload, problem, run
+from benchmarks.program import DEVICE, run
+from tl_backend.measure.peers import flash_attention_3
+from tl_backend.measure.timing import ratio, relative_rms, time_ms
+from tl_backend.measure.workload import Batch, Workload, problem
 
 TOLERANCE = 4e-3  # relative RMS of bf16 attention against float64
 VARLEN = (100, 2000, 513, 3000, 77, 1500)
@@ -42,7 +44,7 @@ def check(workload: Workload) -> float:
         SystemExit: the answer is wrong: a time would mean nothing.
     """
     sample = Workload(name="sample", problem=workload.problem, query_lens=(300, 1, 777), seq_lens=(300, 999, 1500))
-    batch = Batch(sample)
+    batch = Batch(sample, DEVICE)
     launch, out = batch.tilelang()
     launch()
     error = relative_rms(out, batch.reference())
@@ -54,11 +56,11 @@ def check(workload: Workload) -> float:
 def measure(workload: Workload) -> dict[str, Any]:
     """One row."""
     error = check(workload)
-    batch = Batch(workload)
+    batch = Batch(workload, DEVICE)
     launches = {"tilelang": batch.tilelang()[0]}
-    if (peer := batch.flash_attention_3()) is not None:
+    if (peer := flash_attention_3(batch)) is not None:
         launches["fa3"] = peer[0]
-    times = time_ms(launches)
+    times = time_ms(launches, DEVICE)
     row: dict[str, Any] = {
         "name": workload.name,
         "page_size": workload.problem.page_size,

@@ -30,7 +30,9 @@ WALLS = {
     "ops": BASE | {"telemetry", "configs", "kernels"},
     "vllm_plugin": BASE | {"telemetry", "ops"},
     "testing": BASE | {"configs", "ops"},
-    "cli": BASE | {"telemetry", "configs", "ops", "testing"},
+    "measure": BASE | {"configs", "ops"},
+    "tuner": BASE | {"configs", "ops", "measure"},
+    "cli": BASE | {"telemetry", "configs", "ops", "measure", "tuner", "testing"},
 }
 # Parts whose files must import where none of HEAVY is installed, and the one function that may ask torch.
 LIGHT = {"__init__", "_version", "errors", "settings", "problem", "device", "telemetry", "configs"}

@@ -120,7 +120,7 @@ def comparisons() -> list[Comparison]:
 
 def problems(run: Run) -> set[AttentionProblem]:
     """What a run's layers ask of the kernels, and what they ask with a fault."""
-    from benchmarks.workload import problem
+    from tl_backend.measure.workload import problem
 
     shape = MODELS[run.model]
     window = shape.get("sliding_window")
@@ -217,8 +217,10 @@ def main() -> int:
         "--only", default="", metavar="EXPRESSION", help='comparisons in whose name, "MODEL, MODE", this is found'
     )
     args = parser.parse_args()
-    from benchmarks.harness import environment
-    from benchmarks.workload import compile_all
+    import torch
+
+    from benchmarks.program import compile_all
+    from tl_backend.measure.results import environment
     from tl_backend.testing.checkpoint import write_checkpoint
 
     chosen = [comparison for comparison in comparisons() if re.search(args.only, comparison.name)]
@@ -247,7 +249,7 @@ def main() -> int:
     import vllm
 
     document = {
-        "environment": environment() | {"vllm": vllm.__version__},
+        "environment": environment(torch.device("cuda")) | {"vllm": vllm.__version__},
         "noise_factor": NOISE_FACTOR,
         "fault_factor": FAULT_FACTOR,
         # JSON has no infinity: where nothing was compared, there is no distance.

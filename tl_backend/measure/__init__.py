@@ -1,0 +1,1 @@
+"""Workloads on a device: their tensors, their times, the peers beside them, and the file that says where."""
