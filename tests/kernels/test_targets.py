@@ -11,11 +11,12 @@ from tl_backend.configs.decode import default_decode_tile
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.device import AMD_ARCHES, DeviceSpec
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
+from tl_backend.ops.code_report import offsets
+from tl_backend.ops.codegen import GeneratedCode, generate
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.decode import decode_keys
 from tl_backend.ops.prefill import prefill_key
 from tl_backend.testing.cases import make_problem
-from tl_backend.testing.codegen import GeneratedCode, generate, offsets
 
 # Every kernel is generated once. The head sizes have a page size each: tiles within a page, and gathered from pages.
 PAGES = {64: 128, 128: 16, 256: 48}

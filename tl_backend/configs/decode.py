@@ -33,6 +33,9 @@ class DecodeChoice:
         """Why this config cannot run, or None."""
         if not 1 <= self.blocks_per_multiprocessor <= MAX_BLOCKS_PER_MULTIPROCESSOR:
             return f"{self.blocks_per_multiprocessor} blocks a multiprocessor; 1 to {MAX_BLOCKS_PER_MULTIPROCESSOR}"
+        if self.tile.rasterisation or self.tile.num_split_q:
+            order = f"rasterisation {self.tile.rasterisation}, num_split_q {self.tile.num_split_q}"
+            return f"{order}: they order a prefill's work list, and are 0 in a decode"
         return self.tile.illegal_reason(problem, device)
 
 

@@ -10,6 +10,9 @@ from tl_backend.problem import AttentionProblem
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MIN_PACKING_EFFICIENCY = 0.9
+MATRIX_K = 16  # Elements along k of a matrix instruction of 16-bit operands.
+# Narrower accesses than the 8 elements of 16 bits in 16 bytes, which are TileLang's own choice.
+COALESCED_WIDTHS = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,11 @@ class TileConfig:
         threads: of a block; ignored by the C target.
         splits_columns: warps share the rows of a tile and split its columns, and the softmax's weights go through
             shared memory: for outputs of more columns than the registers of one warp hold.
+        k_pack: matrix instructions that AMD packs along k, so that operands come from LDS in wider loads; 1 or 2.
+        coalesced_width: elements that a thread moves at once between memory and LDS; None for TileLang's choice.
+        rasterisation: lanes (a kv head and a part of its query heads) of a panel. A prefill walks all its work on one
+            panel before the next, so that fewer heads' keys have to stay in the L2 cache; 0 for all lanes in one.
+        num_split_q: blocks that share the work of a lane in a prefill, and walk it to and fro; 0 for a block each.
     """
 
     block_m: int
@@ -32,6 +40,10 @@ class TileConfig:
     num_stages: int
     threads: int
     splits_columns: bool = False
+    k_pack: int = 1
+    coalesced_width: int | None = None
+    rasterisation: int = 0
+    num_split_q: int = 0
 
     @property
     def tokens_per_tile(self) -> int:
@@ -42,8 +54,11 @@ class TileConfig:
         return -(-problem.group_size // self.heads_per_tile)
 
     def copies_whole_tiles(self, problem: AttentionProblem) -> bool:
-        """As the function, for this config's tile."""
-        return copies_whole_tiles(problem, self.block_n)
+        """As the function, for this config's tile.
+
+        Not in a loop over work: there its pipeline costs registers and shared memory, and the gather costs neither.
+        """
+        return not self.num_split_q and copies_whole_tiles(problem, self.block_n)
 
     def shared_memory(self, problem: AttentionProblem, device: DeviceSpec) -> int:
         """Bytes of shared memory: Q, the stages of K and V, and what TileLang adds.
@@ -57,7 +72,7 @@ class TileConfig:
             elements += self.block_m * self.block_n
         tiles = elements * ELEMENT_BYTES[problem.dtype]
         reduction = 8 * self.threads if device.vendor == "amd" or self.splits_columns else 0
-        barriers = 2 * 16 * stages if device.has_tma else 0
+        barriers = 2 * 16 * stages if device.has_tma and self.copies_whole_tiles(problem) else 0
         return tiles + reduction + barriers
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -69,6 +84,32 @@ class TileConfig:
             return f"tile {self.block_m} x {self.block_n} is not a multiple of 16 x 16, the matrix instruction's shape"
         if not 1 <= self.heads_per_tile <= min(self.block_m, problem.group_size):
             return f"{self.heads_per_tile} heads in a tile of {self.block_m} rows and a group of {problem.group_size}"
+        return self._illegal_order(problem) or self._illegal_access(problem, device)
+
+    def _illegal_order(self, problem: AttentionProblem) -> str | None:
+        """Of rasterisation and num_split_q, which both change the order of a prefill's work."""
+        lanes = problem.num_kv_heads * self.head_tiles(problem)
+        if min(self.rasterisation, self.num_split_q) < 0:
+            return f"rasterisation {self.rasterisation} and num_split_q {self.num_split_q}; neither is negative"
+        if self.rasterisation and self.num_split_q:
+            return f"rasterisation {self.rasterisation} orders blocks that num_split_q {self.num_split_q} has walk"
+        if self.rasterisation >= max(lanes, 1):
+            return f"panels of {self.rasterisation} lanes; there are {lanes}, and all in one panel is 0"
+        return None
+
+    def _illegal_access(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        """Of k_pack and coalesced_width, which targets without them ignore."""
+        if self.k_pack not in (1, 2) or (self.k_pack == 2 and device.vendor != "amd"):
+            return f"k_pack {self.k_pack} on {device.arch}; AMD packs 1 or 2 matrix instructions, others 1"
+        if problem.head_dim % (MATRIX_K * self.k_pack):
+            return f"k_pack {self.k_pack} on head size {problem.head_dim}; a multiple of {MATRIX_K * self.k_pack}"
+        if self.coalesced_width is None:
+            return None
+        if self.coalesced_width not in COALESCED_WIDTHS or not device.is_gpu:
+            widths = ", ".join(map(str, COALESCED_WIDTHS)) if device.is_gpu else "None"
+            return f"coalesced_width {self.coalesced_width} on {device.arch}; {widths}, or TileLang's choice"
+        if device.has_tma and self.copies_whole_tiles(problem):
+            return f"coalesced_width {self.coalesced_width} of tiles that TMA copies; TileLang's choice"
         return None
 
 
@@ -87,13 +128,18 @@ def heads_per_tile(group_size: int, block_m: int) -> int:
     Rows are lost where ``block_m`` is no multiple of the heads, and where the group is no multiple of them: 71 heads in
     tiles of 128 rows go as 3 x 25 (94.7% x 97.7%). One head a tile never loses any.
     """
-
-    def efficiency(heads: int) -> float:
-        tiles = -(-group_size // heads)
-        return group_size / (tiles * heads) * (block_m // heads * heads) / block_m
-
     legal = range(1, min(group_size, block_m) + 1)
-    return max(heads for heads in legal if heads == 1 or efficiency(heads) >= MIN_PACKING_EFFICIENCY)
+    return max(
+        heads
+        for heads in legal
+        if heads == 1 or packing_efficiency(group_size, heads, block_m) >= MIN_PACKING_EFFICIENCY
+    )
+
+
+def packing_efficiency(group_size: int, heads: int, block_m: int) -> float:
+    """The part of a tile's rows that query heads use."""
+    tiles = -(-group_size // heads)
+    return group_size / (tiles * heads) * (block_m // heads * heads) / block_m
 
 
 def even_heads(group_size: int, block_m: int) -> int:

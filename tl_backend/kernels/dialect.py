@@ -7,6 +7,7 @@ variable). TileLang traces the Python of a program, so that a method of this cla
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +39,24 @@ class Dialect:
     def launch(self, blocks: Any, threads: int) -> Any:
         return T.Kernel(blocks, threads=threads) if self.device.is_gpu else T.Kernel(blocks)
 
+    def launch_grid(self, columns: Any, rows: Any, threads: int) -> Any:
+        return T.Kernel(columns, rows, threads=threads) if self.device.is_gpu else T.Kernel(columns, rows)
+
+    def rasterise(self, panel: int) -> Any:
+        """A statement: the blocks of a grid run in panels, so that those side by side share tiles in a GPU's L2."""
+        return T.use_swizzle(panel_size=panel) if self.device.is_gpu else None
+
     def shared(self, shape: list[int], dtype: str) -> Any:
         return T.alloc_shared(shape, dtype) if self.device.is_gpu else T.alloc_local(shape, dtype)
 
     def fragment(self, shape: list[int], dtype: str) -> Any:
         return T.alloc_fragment(shape, dtype) if self.device.is_gpu else T.alloc_local(shape, dtype)
 
-    def parallel(self, *extents: int) -> Any:
-        return T.Parallel(*extents) if self.device.is_gpu else T.grid(*extents)
+    def parallel(self, *extents: int, width: int | None = None) -> Any:
+        """Args: width: elements of one access to memory; None for TileLang's choice."""
+        if not self.device.is_gpu:
+            return T.grid(*extents)
+        return T.Parallel(*extents) if width is None else T.Parallel(*extents, coalesced_width=T.int32(width))
 
     def tensor(self, pointer: Any, shape: list[int], dtype: str, strides: list[Any]) -> Any:
         """A global tensor at ``pointer`` whose first extent only the caller knows; ``shape`` holds the others.
@@ -62,6 +73,14 @@ class Dialect:
         """
         shape = [problem.num_kv_heads, problem.page_size, 2 * problem.head_dim]
         return self.tensor(pointer, shape, "uint8" if problem.kv_dtype in FORMATS else problem.kv_dtype, strides)
+
+
+def packing(k_pack: int) -> dict[str, Any]:
+    """The argument of ``T.gemm`` that packs matrix instructions along k; TileLang 0.1.12 and 0.1.15 differ in it."""
+    if k_pack == 1:
+        return {}
+    option = {"k_pack": k_pack}
+    return option if "k_pack" in inspect.signature(T.gemm).parameters else {"annotations": option}
 
 
 def vector(pointer: Any, dtype: str) -> Any:

@@ -11,6 +11,7 @@ import tilelang.language as T
 
 from tl_backend.configs.tile import TileConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
+from tl_backend.kernels.order import WorkOrder
 from tl_backend.kernels.tile import ACCUM, LN2, tile_program
 from tl_backend.problem import AttentionProblem
 
@@ -29,7 +30,7 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
     block_n, dtype, head_dim = config.block_n, problem.dtype, problem.head_dim
     group, num_heads, num_kv_heads = problem.group_size, problem.num_q_heads, problem.num_kv_heads
     head_tiles = config.head_tiles(problem)
-    lanes = num_kv_heads * head_tiles
+    order = WorkOrder(lanes=num_kv_heads * head_tiles, config=config)
     quantized = problem.is_quantized
     has_sinks, sinks_dtype = problem.sinks_dtype is not None, problem.sinks_dtype or ACCUM
 
@@ -78,52 +79,53 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
         cu_seqlens_q = vector(cu_seqlens_q_ptr, "int32")
         seq_lens = vector(seq_lens_ptr, "int32")
         work = vector(work_ptr, "int32")
-        # kv heads vary fastest: blocks that run side by side share the request's block-table rows and query lines.
-        with dialect.launch(num_work * lanes, config.threads) as block:
+        with dialect.launch(order.num_blocks(num_work), config.threads) as block:
             q_MD = dialect.shared([block_m, head_dim], dtype)
             o_MD = dialect.fragment([block_m, head_dim], ACCUM)
             max_M = dialect.fragment([block_m], ACCUM)
             sum_M = dialect.fragment([block_m], ACCUM)
-            item = block // lanes
-            kv_head = block % lanes // head_tiles
-            first_head = kv_head * group + block % head_tiles * heads
-            last_head = (kv_head + 1) * group - 1
-            request = work[2 * item]
-            token0 = work[2 * item + 1]
-            row0 = cu_seqlens_q[request] + token0
-            query_len = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
-            seq_len = program.sequence_length(seq_lens, block_table, request, max_blocks)
-            position0 = seq_len - query_len + token0
-            # Variables: TileLang 0.1.12 rewrites a guard on the expressions, and gets 71 heads in two tiles wrong.
-            heads_here = T.alloc_var("int32")
-            heads_here = T.min(last_head - first_head + 1, heads)
-            tokens_here = T.alloc_var("int32")
-            tokens_here = T.min(query_len - token0, tokens)
-            # Keys are stored divided by their scale: it joins the logits' one.
-            scale = T.alloc_var(ACCUM)
-            scale = softmax_scale * k_scale[0] if quantized else softmax_scale
-            slope_M = dialect.fragment([block_m], ACCUM)
-            if problem.has_alibi:
-                program.load_heads(slopes, slope_M, first_head, last_head)
-            program.load_q(Q, q_MD, row0, first_head, T.min(row0 - token0 + query_len, num_rows) - 1, last_head)
-            program.attend(
-                q_MD, K, V, block_table, o_MD, max_M, sum_M, request, kv_head, position0, seq_len,
-                program.first_tile(position0), T.ceildiv(program.end_key(position0, seq_len), block_n),
-                slope_M, scale,
-            )  # fmt: skip
-            if has_sinks:
-                program.add_sinks(sinks, o_MD, max_M, sum_M, first_head, last_head, scale)
-            if problem.returns_lse:
-                for i in dialect.parallel(block_m):
+            with order.turns(block, num_work) as turn:
+                item = order.item(block, turn, num_work)
+                lane = order.lane(block, num_work)
+                kv_head = lane // head_tiles
+                first_head = kv_head * group + lane % head_tiles * heads
+                last_head = (kv_head + 1) * group - 1
+                request = work[2 * item]
+                token0 = work[2 * item + 1]
+                row0 = cu_seqlens_q[request] + token0
+                query_len = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
+                seq_len = program.sequence_length(seq_lens, block_table, request, max_blocks)
+                position0 = seq_len - query_len + token0
+                # Variables: TileLang 0.1.12 rewrites a guard on the expressions, and gets 71 heads in two tiles wrong.
+                heads_here = T.alloc_var("int32")
+                heads_here = T.min(last_head - first_head + 1, heads)
+                tokens_here = T.alloc_var("int32")
+                tokens_here = T.min(query_len - token0, tokens)
+                # Keys are stored divided by their scale: it joins the logits' one.
+                scale = T.alloc_var(ACCUM)
+                scale = softmax_scale * k_scale[0] if quantized else softmax_scale
+                slope_M = dialect.fragment([block_m], ACCUM)
+                if problem.has_alibi:
+                    program.load_heads(slopes, slope_M, first_head, last_head)
+                program.load_q(Q, q_MD, row0, first_head, T.min(row0 - token0 + query_len, num_rows) - 1, last_head)
+                program.attend(
+                    q_MD, K, V, block_table, o_MD, max_M, sum_M, request, kv_head, position0, seq_len,
+                    program.first_tile(position0), T.ceildiv(program.end_key(position0, seq_len), block_n),
+                    slope_M, scale,
+                )  # fmt: skip
+                if has_sinks:
+                    program.add_sinks(sinks, o_MD, max_M, sum_M, first_head, last_head, scale)
+                if problem.returns_lse:
+                    for i in dialect.parallel(block_m):
+                        if i // heads < tokens_here and i % heads < heads_here:
+                            lse[first_head + i % heads, row0 + i // heads] = LN2 * program.log_sum_exp(
+                                max_M[i], sum_M[i], scale
+                            )
+                program.normalise(o_MD, sum_M, v_scale[0] if quantized else 1.0)
+                # Through shared memory, so that the store is of whole vectors.
+                T.copy(o_MD, q_MD)
+                for i, d in dialect.parallel(block_m, head_dim):
                     if i // heads < tokens_here and i % heads < heads_here:
-                        lse[first_head + i % heads, row0 + i // heads] = LN2 * program.log_sum_exp(
-                            max_M[i], sum_M[i], scale
-                        )
-            program.normalise(o_MD, sum_M, v_scale[0] if quantized else 1.0)
-            # Through shared memory, so that the store is of whole vectors.
-            T.copy(o_MD, q_MD)
-            for i, d in dialect.parallel(block_m, head_dim):
-                if i // heads < tokens_here and i % heads < heads_here:
-                    O[row0 + i // heads, first_head + i % heads, d] = q_MD[i, d]
+                        O[row0 + i // heads, first_head + i % heads, d] = q_MD[i, d]
 
     return prefill_kernel

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_backend.configs.tile import TileConfig
-from tl_backend.kernels.dialect import Dialect
+from tl_backend.kernels.dialect import Dialect, packing
 from tl_backend.kernels.fp8 import FORMATS
 from tl_backend.problem import AttentionProblem
 
@@ -48,10 +48,12 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
     page_size, paged = problem.page_size, problem.is_paged
     # Where the values begin in a row of the tensor that holds them.
     value_column = head_dim if paged else 0
-    parallel, stages = dialect.parallel, config.num_stages
+    parallel, stages, width = dialect.parallel, config.num_stages, config.coalesced_width
     window, soft_cap, float8 = problem.window, problem.soft_cap, FORMATS.get(problem.kv_dtype)
     scores_are_logits = soft_cap is not None or problem.has_alibi
     whole_tiles = config.copies_whole_tiles(problem)
+    copy_options = {} if width is None else {"coalesced_width": T.int32(width)}
+    packed = packing(config.k_pack)
     policy = T.GemmWarpPolicy.FullCol if config.splits_columns else T.GemmWarpPolicy.FullRow
 
     def keys(pointer, stride_b, stride_h, stride_s):
@@ -74,7 +76,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
     @T.macro
     def load_q(Q, q_MD, first_row, first_head, last_row, last_head):
         # Rows past the request's end repeat its last row: they are computed and never stored.
-        for i, d in parallel(block_m, head_dim):
+        for i, d in parallel(block_m, head_dim, width=width):
             q_MD[i, d] = Q[T.min(first_row + i // heads, last_row), T.min(first_head + i % heads, last_head), d]
 
     @T.macro
@@ -88,6 +90,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
                     column : column + head_dim,
                 ],
                 tile_ND,
+                **copy_options,
             )
         elif dialect.device.has_tma:
             # No variable for the row: TileLang 0.1.12 defines it in another branch than the TMA copy that reads it.
@@ -101,7 +104,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
             )
         else:
             # A block copy would be checked against the tensor's extent, which nobody knows.
-            for j, d in parallel(block_n, head_dim):
+            for j, d in parallel(block_n, head_dim, width=width):
                 tile_ND[j, d] = KV[block_table[request, 0] + key0 + j, kv_head, d]
 
     def visible(key, position0, seq_len):
@@ -115,7 +118,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         # entry past the end is read, and no slot that is not written yet, or freed and used by another, which may hold
         # NaN.
         # Element and store in one statement: through a variable, the load would be no cp.async.
-        for j, d in parallel(block_n, head_dim):
+        for j, d in parallel(block_n, head_dim, width=width):
             if not paged:
                 tile_ND[j, d] = KV[block_table[request, 0] + visible(key0 + j, position0, seq_len), kv_head, d]
             elif float8 is None:
@@ -255,7 +258,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
                 copy_kv(K, block_table, k_ND, request, kv_head, key0, 0)
             else:
                 gather_kv(K, block_table, k_ND, request, kv_head, key0, position0, seq_len, 0)
-            T.gemm(q_MD, k_ND, s_MN, transpose_B=True, policy=policy, clear_accum=True)
+            T.gemm(q_MD, k_ND, s_MN, transpose_B=True, policy=policy, clear_accum=True, **packed)
             if scores_are_logits:
                 to_logits(s_MN, slope_M, key0, position0, softmax_scale)
             if needs_mask(key0, position0, seq_len):
@@ -270,7 +273,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
             if tile_end > full_end:
                 key0 = full_end * block_n
                 gather_kv(K, block_table, tail_ND, request, kv_head, key0, position0, seq_len, 0)
-                T.gemm(q_MD, tail_ND, s_MN, transpose_B=True, policy=policy, clear_accum=True)
+                T.gemm(q_MD, tail_ND, s_MN, transpose_B=True, policy=policy, clear_accum=True, **packed)
                 if scores_are_logits:
                     to_logits(s_MN, slope_M, key0, position0, softmax_scale)
                 mask(s_MN, key0, position0, seq_len)
