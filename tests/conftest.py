@@ -27,9 +27,10 @@ settings.load_profile("tl_backend")
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests start without any ``TL_BACKEND_*`` variable."""
+    """Tests start without any ``TL_BACKEND_*`` variable but one: the tables of whoever runs them are not read."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv(f"{PREFIX}TABLE_DIR", os.devnull + "/tables")
 
 
 @pytest.fixture

@@ -15,6 +15,10 @@ class UnsupportedError(TLBackendError, NotImplementedError):
     """The request is well-formed, and no kernel here serves it."""
 
 
+class TableError(TLBackendError, ValueError):
+    """A table's file is malformed, unreadable, or another device's."""
+
+
 class EnvironmentProblemError(TLBackendError, RuntimeError):
     """Something that must be installed or reachable is not: TileLang, a compiler, a supported vLLM."""
 

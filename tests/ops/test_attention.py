@@ -46,7 +46,7 @@ def ready(problem, case: Case) -> Batch:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(launches, "record", lambda kernel: counts.update([kernel]))
+    monkeypatch.setattr(launches, "record", lambda kernel, source="": counts.update([kernel]))
     return counts
 
 

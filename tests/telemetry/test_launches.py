@@ -21,6 +21,18 @@ def test_record_counts_each_kernel():
     assert after["prefill"] - before.get("prefill", 0) == 1
 
 
+def test_launches_of_all_rows_are_one_kernels():
+    before, rows = launches.counts().get("decode", 0), launches.rows().get("decode", {})
+    for source in ("a table row 1", "a table row 1", "family default", ""):
+        launches.record("decode", source)
+    after = launches.rows()["decode"]
+    assert launches.counts()["decode"] - before == 4
+    assert {source: n - rows.get(source, 0) for source, n in after.items() if n != rows.get(source, 0)} == {
+        "a table row 1": 2,
+        "family default": 1,
+    }
+
+
 def test_nothing_is_written_unless_asked(monkeypatch):
     monkeypatch.delenv("TL_BACKEND_LAUNCH_LOG_DIR", raising=False)
     assert launches.start_snapshots() is None
@@ -43,7 +55,8 @@ def test_the_snapshot_of_a_process_holds_its_counts_at_exit(tmp_path):
         "import os, sys\n"
         "from tl_backend.telemetry import launches\n"
         "assert launches.start_snapshots() == launches.start_snapshots()\n"
-        "for _ in range(3): launches.record('prefill')\n"
+        "for _ in range(3): launches.record('prefill', 'row 7')\n"
+        "launches.record_event('misses', 'a problem: a regime')\n"
         "launches.record('cache_write')\n"
         "assert not {'torch', 'tilelang', 'vllm'} & set(sys.modules)\n"
         "print(os.getpid())",
@@ -54,6 +67,8 @@ def test_the_snapshot_of_a_process_holds_its_counts_at_exit(tmp_path):
     assert file.name == f"launches-{int(child.stdout)}.json"
     assert snapshot["pid"] == int(child.stdout)
     assert snapshot["kernels"] == {"prefill": 3, "cache_write": 1}
+    assert snapshot["rows"] == {"prefill": {"row 7": 3}}
+    assert snapshot["events"] == {"misses": {"a problem: a regime": 1}}
     assert snapshot["time"] > 0
 
 
@@ -74,6 +89,7 @@ def test_a_fork_writes_its_own_launches(tmp_path):
         "from tl_backend.telemetry import launches\n"
         "path = launches.start_snapshots()\n"
         "launches.record('decode')\n"
+        "launches.record_event('misses', \"parent\")\n"
         "if (pid := os.fork()) == 0:\n"
         "    launches.record('prefill')\n"
         "    raise SystemExit\n"
@@ -84,5 +100,7 @@ def test_a_fork_writes_its_own_launches(tmp_path):
     )
     snapshots = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     kernels = {snapshot["pid"]: snapshot["kernels"] for snapshot in snapshots}
+    events = {snapshot["pid"]: snapshot["events"] for snapshot in snapshots}
+    assert events[int(child.stdout)] == {}
     assert kernels.pop(int(child.stdout)) == {"prefill": 1}
     assert list(kernels.values()) == [{"decode": 1}]

@@ -69,7 +69,7 @@ def launch_decode(
     extras: tuple[int, ...],
 ) -> None:
     """One launch, or two with a combine."""
-    launches.record("decode")
+    launches.record("decode", plan.source)
     plan.kernel(
         q.data_ptr(),
         kv_cache.data_ptr(),

@@ -74,7 +74,7 @@ def launch_prefill(
     extras: tuple[int, ...],
 ) -> None:
     """One launch. ``k`` and ``v`` are both the cache; or contiguous, with cu_seqlens_k for ``block_table``."""
-    launches.record("prefill")
+    launches.record("prefill", plan.source)
     plan.kernel(
         q.data_ptr(),
         k.data_ptr(),

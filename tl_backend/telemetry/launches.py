@@ -1,4 +1,4 @@
-"""How often each kernel was launched in this process, and the file that says so.
+"""How often each kernel was launched in this process, by which row of a table, and the file that says so.
 
 The count is the proof that a request ran on these kernels and not on another backend's. Kernels: "prefill", "decode",
 "decode_combine", "cache_write".
@@ -21,28 +21,64 @@ INTERVAL_S = 1.0
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM formats and shows only loggers below its own.
 
-_counts: Counter[str] = Counter()
+_launches: Counter[tuple[str, str]] = Counter()  # By kernel and source.
+_events: Counter[tuple[str, str]] = Counter()
 _lock = threading.Lock()
 _writing_pid: int | None = None
 _follows_forks = False
 
 
-def record(kernel: str) -> None:
-    """Count one launch of ``kernel``. One dict update, no lock: a vLLM worker launches from one thread."""
-    _counts[kernel] += 1
+def record(kernel: str, source: str = "") -> None:
+    """Count one launch of ``kernel``. One dict update, no lock: a vLLM worker launches from one thread.
+
+    Args:
+        kernel: its kind.
+        source: where its config comes from, as a plan says it; empty for kernels that no table is about.
+    """
+    _launches[kernel, source] += 1
+
+
+def record_event(event: str, what: str) -> None:
+    """Count what is worth a number and is no launch: a look-up that missed, a table that is not used."""
+    _events[event, what] += 1
 
 
 def counts() -> dict[str, int]:
     """Launches of this process so far, by kernel."""
-    return dict(_counts)
+    by_kernel: dict[str, int] = {}
+    for (kernel, _), launches in _copy(_launches).items():
+        by_kernel[kernel] = by_kernel.get(kernel, 0) + launches
+    return by_kernel
+
+
+def rows() -> dict[str, dict[str, int]]:
+    """Launches so far by kernel and by what chose their config: a table's row, or the family default."""
+    return _nested({key: launches for key, launches in _copy(_launches).items() if key[1]})
+
+
+def events() -> dict[str, dict[str, int]]:
+    """What ``record_event`` counted, by event."""
+    return _nested(_copy(_events))
+
+
+def _copy(counter: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    return dict(counter)  # In one step of the interpreter: the snapshot's thread reads while a worker counts.
+
+
+def _nested(flat: dict[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    nested: dict[str, dict[str, int]] = {}
+    for (outer, inner), count in flat.items():
+        nested.setdefault(outer, {})[inner] = count
+    return nested
 
 
 def start_snapshots(folder: str | os.PathLike[str] | None = None) -> Path | None:
-    """Write ``counts()`` to ``folder/launches-<pid>.json`` now, every second and at exit, from a daemon thread.
+    """Write the counts to ``folder/launches-<pid>.json`` now, every second and at exit, from a daemon thread.
 
-    The file holds ``{"pid": int, "kernels": {name: launches}, "time": seconds since the epoch}``. It is replaced as a
-    whole: a reader never sees half of it. Calling again in the same process does nothing. A fork of the process writes
-    its own file, of its own launches: vLLM forks engine cores, and loads no plugin in them again.
+    The file holds ``{"pid": int, "kernels": counts(), "rows": rows(), "events": events(), "time": seconds since the
+    epoch}``. It is replaced as a whole: a reader never sees half of it. Calling again in the same process does nothing.
+    A fork of the process writes its own file, of its own launches: vLLM forks engine cores, and loads no plugin in them
+    again.
 
     Args:
         folder: where to write; made if missing. Default ``TL_BACKEND_LAUNCH_LOG_DIR``; without it nothing is written.
@@ -73,7 +109,8 @@ def start_snapshots(folder: str | os.PathLike[str] | None = None) -> Path | None
 def _start_in_fork(folder: str | os.PathLike[str]) -> None:
     global _lock
     _lock = threading.Lock()  # The parent's may have been held.
-    _counts.clear()
+    _launches.clear()
+    _events.clear()
     atexit.unregister(_write_or_log)  # It would write to the parent's file.
     start_snapshots(folder)
 
@@ -89,7 +126,8 @@ def _write_or_log(path: Path) -> bool:
         with _lock:  # The last snapshot of a process has the last word.
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{threading.get_ident()}.partial")
-            partial.write_text(json.dumps({"pid": os.getpid(), "kernels": counts(), "time": time.time()}))
+            snapshot = {"pid": os.getpid(), "kernels": counts(), "rows": rows(), "events": events()}
+            partial.write_text(json.dumps({**snapshot, "time": time.time()}))
             partial.replace(path)
     except OSError as error:
         logger.warning("launch counts are not written: %s", error)
