@@ -1,30 +1,55 @@
-"""Other implementations of the same attention, on the tensors of a batch."""
+"""Other implementations of the same attention, on the tensors of a batch, checked before anybody times them."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from tl_backend.measure.timing import Launch
+from tl_backend.measure import peers_aiter, peers_torch, peers_vllm
+from tl_backend.measure.answers import Answers
+from tl_backend.measure.peer import NotThereError, Peer
 from tl_backend.measure.workload import Batch
 
+# In the order of the columns of a table.
+PEERS: dict[str, Callable[[Batch], Peer]] = {
+    **peers_torch.PEERS,
+    "triton": peers_vllm.triton,
+    "fa3": peers_vllm.flash_attention_3,
+    "aiter": peers_aiter.flash_attention,
+}
 
-def flash_attention_3(batch: Batch) -> tuple[Launch, torch.Tensor] | None:
-    """FA3 as vLLM builds it, without scheduler metadata, and its output; None unless FA3_LIBRARY names it."""
-    library = os.environ.get("FA3_LIBRARY")
-    if not library:
-        return None
-    torch.ops.load_library(library)
-    head_dim = batch.workload.problem.head_dim
-    out = torch.full_like(batch.q, torch.nan, memory_format=torch.contiguous_format)
-    keys, values = batch.store.split(head_dim, dim=-1)
-    # Positions as in vllm/vllm_flash_attn/flash_attn_interface.py of vLLM 0.33.
-    before = (batch.q, keys, values, None, None, None, out, batch.starts, None, None, None, batch.seq_lens)
-    lens = (batch.max_q, batch.max_k, batch.block_table)
-    after = (head_dim**-0.5, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None)
 
-    def launch() -> None:
-        torch.ops._vllm_fa3_C.fwd(*before, *lens, *[None] * 8, *after)
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """Attributes: peers: that run here and answer right; absent: why each of the others is not among them."""
 
-    return launch, out
+    peers: dict[str, Peer]
+    absent: dict[str, str]
+
+
+def peers_of(batch: Batch, answers: Answers) -> Field:
+    """Every peer that serves a batch here. One that raises or answers wrong costs itself, and says why."""
+    found = Field(peers={}, absent={})
+    for name, make in PEERS.items():
+        try:
+            peer = make(batch)
+            peer.launch()
+            wrong = answers.problem_of(peer.output())
+        except NotThereError as reason:
+            wrong = str(reason)
+        except Exception as error:  # noqa: BLE001
+            wrong = f"{type(error).__name__}: {first_line(error)}"
+        if wrong is None:
+            found.peers[name] = peer
+        else:
+            found.absent[name] = wrong
+    if batch.device.type == "cuda":
+        torch.cuda.synchronize()
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, cut: torch's and Triton's hold stack traces."""
+    return next(iter(str(error).splitlines()), "")[:300]

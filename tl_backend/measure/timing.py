@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,9 @@ Launch = Callable[[], object]
 
 ROUNDS = 31
 WARMUP = 5
+# Rounds at most, for ratios whose interval is too wide: ten times as many narrow it to a third.
+MAX_ROUNDS = 10 * ROUNDS
+MAX_WIDTH = 0.02  # Of a ratio's 95% interval, in parts of the ratio.
 
 
 def time_ms(
@@ -55,12 +59,52 @@ def as_graph(launch: Launch, device: torch.device) -> Launch:
     """The launch as a CUDA-graph replay: short kernels are timed without the host's share. On a CPU as it is."""
     if device.type == "cpu":
         return launch
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # What a library sets up at its first launch on a stream is not captured.
         launch()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # torch.cuda.graph would empty the allocator's cache at each: tens of milliseconds.
+        graph.capture_begin()
+        launch()
+        graph.capture_end()
     return graph.replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Attributes: times: milliseconds of each launch in each round; ratios: of each peer, as ``ratio`` gives them."""
+
+    times: dict[str, list[float]]
+    ratios: dict[str, dict[str, float]]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every interval is narrow enough to be quoted."""
+        return all(r["high"] - r["low"] <= MAX_WIDTH * r["median"] for r in self.ratios.values())
+
+
+def compare(
+    candidate: str,
+    launches: dict[str, Launch],
+    device: torch.device,
+    *,
+    rounds: int = ROUNDS,
+    max_rounds: int = MAX_ROUNDS,
+    cold: bool = False,
+) -> Comparison:
+    """Time a candidate beside its peers, with more rounds until every ratio is settled or ``max_rounds`` are done."""
+    found = Comparison(times={name: [] for name in launches}, ratios={})
+    while not found.ratios or (not found.is_settled and len(found.times[candidate]) < max_rounds):
+        more = time_ms(launches, device, rounds=rounds, warmup=0 if found.ratios else WARMUP, cold=cold)
+        times = {name: found.times[name] + more[name] for name in launches}
+        ratios = {name: ratio(times[candidate], values) for name, values in times.items() if name != candidate}
+        found = Comparison(times=times, ratios=ratios)
+        if not ratios:
+            break
+    return found
 
 
 def ratio(candidate: list[float], peer: list[float]) -> dict[str, float]:

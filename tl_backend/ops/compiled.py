@@ -13,26 +13,27 @@ from typing import Any, NamedTuple
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, describe
 from tl_backend.ops.environment import environment_problem
-from tl_backend.ops.launcher import Launcher
-from tl_backend.problem import AttentionProblem
+from tl_backend.ops.launcher import Artifact, Launcher
 
 Kernel = Callable[..., None]
 
 KINDS = ("prefill", "decode", "decode_combine", "cache_write", "merge")
+# Not part of serving: what a device's ceilings are measured with.
+CEILING_KINDS = ("gemm", "copy")
 
 
 class KernelKey(NamedTuple):
     """What a compiled kernel is held by.
 
     Attributes:
-        kind: one of ``KINDS``.
-        problem: what the kernel is compiled for.
+        kind: one of ``KINDS`` or ``CEILING_KINDS``.
+        problem: what the kernel is compiled for: an AttentionProblem, for a ceiling a GemmProblem or CopyProblem.
         config: the kind's config; hashable.
         device: what it is compiled for.
     """
 
     kind: str
-    problem: AttentionProblem
+    problem: Any
     config: Any
     device: DeviceSpec
 
@@ -42,7 +43,7 @@ class KernelCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kernels: dict[KernelKey, Kernel] = {}
+        self._kernels: dict[KernelKey, Launcher] = {}
 
     @property
     def num_compiled(self) -> int:
@@ -63,6 +64,21 @@ class KernelCache:
                     kernel = self._kernels[key] = _compile(key)
         return kernel
 
+    def artifact(self, key: KernelKey) -> Artifact:
+        """What another process needs to ``load`` the kernel, which is compiled if need be; raises as ``get``."""
+        self.get(key)
+        return self._kernels[key].artifact
+
+    def load(self, key: KernelKey, artifact: Artifact) -> None:
+        """Take a kernel that another process has compiled: neither traces nor compiles, nor imports TileLang.
+
+        Raises:
+            EnvironmentProblemError: its library cannot be loaded here.
+        """
+        with self._lock:
+            if key not in self._kernels:
+                self._kernels[key] = Launcher.load(artifact)
+
 
 KERNELS = KernelCache()
 
@@ -70,8 +86,10 @@ KERNELS = KernelCache()
 def build_program(key: KernelKey) -> Any:
     """Trace a kernel's TileLang program (a prim_func) for any device, present or absent. Imports TileLang."""
     from tl_backend.kernels.cache_write import cache_write
+    from tl_backend.kernels.copy import copy
     from tl_backend.kernels.decode import decode, decode_combine
     from tl_backend.kernels.dialect import Dialect
+    from tl_backend.kernels.gemm import gemm
     from tl_backend.kernels.merge import merge
     from tl_backend.kernels.prefill import prefill
 
@@ -81,6 +99,8 @@ def build_program(key: KernelKey) -> Any:
         "decode_combine": decode_combine,
         "cache_write": cache_write,
         "merge": merge,
+        "gemm": gemm,
+        "copy": copy,
     }
     return programs[key.kind](key.problem, key.config, Dialect(key.device))
 
@@ -98,10 +118,10 @@ def pass_configs() -> dict[Any, Any]:
     }
 
 
-_COMPILE_FLAGS = {"nvidia": ["-O3", "--use_fast_math", "-DNDEBUG"], "amd": ["-O3"], "cpu": ["-O3"]}
+COMPILE_FLAGS = {"nvidia": ["-O3", "--use_fast_math", "-DNDEBUG"], "amd": ["-O3"], "cpu": ["-O3"]}
 
 
-def _compile(key: KernelKey) -> Kernel:
+def _compile(key: KernelKey) -> Launcher:
     device = key.device
     if (reason := environment_problem(device)) is not None:
         raise EnvironmentProblemError(reason)
@@ -117,7 +137,7 @@ def _compile(key: KernelKey) -> Kernel:
             target=device.target,
             execution_backend="cython",
             pass_configs=pass_configs(),
-            compile_flags=_COMPILE_FLAGS[device.vendor],
+            compile_flags=COMPILE_FLAGS[device.vendor],
             **host,
         )
     except OSError as error:  # TileLang makes its cache folder when it is imported.
@@ -138,7 +158,7 @@ def _compile(key: KernelKey) -> Kernel:
                 remedy="Check the compiler named there; else report this, and serve with another attention backend.",
             )
         ) from None  # TileLang's own message holds the kernel's whole source.
-    return Launcher(kernel, program, on_gpu=device.is_gpu)
+    return Launcher.of(kernel, program, on_gpu=device.is_gpu)
 
 
 def _summary(error: Exception) -> str:
