@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from typing import cast
 
 import torch
@@ -14,10 +11,10 @@ from tl_backend.configs.choice import Chooser
 from tl_backend.configs.decode import DecodeChoice
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import TLBackendError
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.checks import check_supported
 from tl_backend.ops.choices import chooser_for
+from tl_backend.ops.compile_pool import TIMEOUT_S, CompilePool
 from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.ops.decode import decode_keys
 from tl_backend.ops.prefill import prefill_key
@@ -87,33 +84,32 @@ def prepare(
 
 
 def fill_disk_cache(
-    keys: Iterable[KernelKey], *, processes: int | None = None, on_progress: Progress | None = None
+    keys: Iterable[KernelKey],
+    *,
+    processes: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    on_progress: Progress | None = None,
 ) -> dict[KernelKey, str]:
     """Compile kernels side by side in processes of their own, into TileLang's disk cache (``TILELANG_CACHE_DIR``).
 
     This process compiles nothing: a later ``KERNELS.get`` loads from disk. TileLang's compiler is not safe in threads.
 
     Args:
-        processes: default: one a core.
+        processes: default: one a core, as far as there is memory.
+        timeout_s: a kernel that takes longer is given up.
         on_progress: called with (done, total, kind) after each kernel.
 
     Returns:
-        The error of each kernel that did not compile.
+        The error of each kernel that did not compile, one that killed its process among them.
     """
     keys = list(dict.fromkeys(keys))
     errors = {}
-    with ProcessPoolExecutor(processes or os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        for done, (key, error) in enumerate(zip(keys, pool.map(_compile_error, keys), strict=True), start=1):
-            if error is not None:
-                errors[key] = error
+    with CompilePool(processes=processes, timeout_s=timeout_s) as pool:
+        pool.add(keys)
+        for done in range(1, len(keys) + 1):
+            outcome = pool.results.get()
+            if outcome.error is not None:
+                errors[outcome.key] = outcome.error
             if on_progress is not None:
-                on_progress(done, len(keys), key.kind)
+                on_progress(done, len(keys), outcome.key.kind)
     return errors
-
-
-def _compile_error(key: KernelKey) -> str | None:
-    try:
-        KERNELS.get(key)
-    except TLBackendError as error:
-        return str(error)
-    return None

@@ -1,0 +1,180 @@
+"""``tl-backend tune``: search the best configs on this machine's device, and keep them as a table."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tl_backend.cli.options import ArchOption, MultiprocessorsOption, device_of
+from tl_backend.cli.output import JsonOption, print_json, progress
+from tl_backend.configs.choice import KINDS
+from tl_backend.configs.models import problem_from_hf_config, shipped_now
+from tl_backend.configs.words import GRAMMAR, parse_problem
+from tl_backend.errors import InvalidInputError, describe
+from tl_backend.settings import Settings
+
+if TYPE_CHECKING:
+    from tl_backend.configs.table import Table
+    from tl_backend.problem import AttentionProblem
+    from tl_backend.tuner.tune import Result
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it.
+NOTHING_FOUND = 1
+
+
+def tune(
+    problem: Annotated[
+        list[str] | None,
+        typer.Option("--problem", metavar="SPEC", help=f"{GRAMMAR}; causal unless full. Can be given several times."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FILE", help="A model's config.json: its layers' problems.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="The problems of the shipped tables.")] = False,
+    tp_size: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the model's heads.")] = 1,
+    page_size: Annotated[int, typer.Option("--page-size", min=16, help="Of the model's KV cache.")] = 16,
+    kind: Annotated[str | None, typer.Option("--kind", help="prefill or decode. Default: both.")] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=1, metavar="SECONDS", help="Stop in order after so long.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what earlier searches have found.")] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="Make the new table the active one.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write this table file instead of a generation.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="That compile. Default: all cores.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be searched; needs no device.")] = False,
+    generate: Annotated[
+        bool, typer.Option("--compile", help="With --dry-run: generate the code of every kernel.")
+    ] = False,
+    arch: ArchOption = None,
+    multiprocessors: MultiprocessorsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Search the best kernel configs on this machine's GPU, and keep them as a table for this kind of GPU.
+
+    An interrupted search goes on where it was when the command is given again.
+
+    Example: tl-backend tune --problem 32/8,D128,page16,bfloat16 --promote
+    """
+    problems = _problems(problem or [], model, every, tp_size, page_size)
+    kinds = _kinds(kind)
+    _check_options(dry_run=dry_run, generate=generate, arch=arch, promote=promote, out=out)
+    device = device_of(arch, multiprocessors)
+    if dry_run:
+        from tl_backend.cli.tune_dry_run import dry_run as rehearse
+
+        if not rehearse(problems, device, kinds, processes, generate=generate, json=json):
+            raise typer.Exit(NOTHING_FOUND)
+        return
+    from tl_backend.cli.tune_report import document, show
+    from tl_backend.tuner.progress import Progress
+    from tl_backend.tuner.store import Store
+    from tl_backend.tuner.tune import Options
+    from tl_backend.tuner.tune import tune as search
+
+    store = Store(Settings.from_env().table_dir)
+    options = Options(kinds=kinds, budget_s=budget, fresh=fresh, processes=processes)
+    try:
+        result = search(problems, device, store.folder, Progress(progress()), options)
+    except KeyboardInterrupt:
+        progress().print("Interrupted. The same command goes on from here.")
+        raise typer.Exit(INTERRUPTED) from None
+    written = _write(result, store, out, promote=promote)
+    if json:
+        print_json(document(result) | written)
+    else:
+        show(result, written)
+    if all(tuned.outcome.failed for tuned in result.problems):
+        raise typer.Exit(NOTHING_FOUND)
+
+
+def _problems(
+    specs: list[str], model: Path | None, every: bool, tp_size: int, page_size: int
+) -> list[AttentionProblem]:
+    given = [bool(specs), model is not None, every]
+    if sum(given) != 1:
+        raise InvalidInputError(
+            describe(
+                "what to tune",
+                value=f"{sum(given)} of --problem, --model and --all",
+                limit="one of them is needed",
+                remedy="Pass --problem 32/8,D128,page16,bfloat16, for example.",
+            )
+        )
+    if every:
+        return list(shipped_now().values())
+    if model is None:
+        return [parse_problem(spec) for spec in specs]
+    try:
+        config = json_format.loads(model.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            describe("--model", value=error, limit="a model's config.json is needed", remedy="Pass its path.")
+        ) from None
+    if not isinstance(config, dict):
+        raise InvalidInputError(
+            describe(
+                "--model", value=f"a JSON {type(config).__name__}", limit="an object", remedy="Pass a config.json."
+            )
+        )
+    return problem_from_hf_config(config, tp_size=tp_size, page_size=page_size)
+
+
+def _kinds(kind: str | None) -> tuple[str, ...]:
+    if kind is None:
+        return KINDS
+    if kind not in KINDS:
+        limit = f"the kinds are {', '.join(KINDS)}"
+        raise InvalidInputError(describe("--kind", value=kind, limit=limit, remedy="Pass one of them."))
+    return (kind,)
+
+
+def _check_options(*, dry_run: bool, generate: bool, arch: str | None, promote: bool, out: Path | None) -> None:
+    for wrong, subject, limit, remedy in (
+        (arch is not None and not dry_run, "--arch", "a search runs on this machine's device", "Add --dry-run."),
+        (generate and not dry_run, "--compile", "a search compiles anyway", "Add --dry-run, or leave it out."),
+        (promote and out is not None, "--promote", "a file of --out is no generation", "Leave one of the two out."),
+        (promote and dry_run, "--promote", "a dry run finds nothing", "Leave one of the two out."),
+    ):
+        if wrong:
+            raise InvalidInputError(describe(subject, value="given", limit=limit, remedy=remedy))
+
+
+def _write(result: Result, store: Any, out: Path | None, *, promote: bool) -> dict[str, Any]:
+    """Keep the entries; what was written where."""
+    from tl_backend.configs.generations import read_active
+    from tl_backend.configs.table import read_table
+    from tl_backend.tuner.entries import table_of, toolchain_of
+    from tl_backend.tuner.store import write_table
+
+    entries = [tuned.entries for tuned in result.problems]
+    if not any(found.rows or found.settled for found in entries):
+        return {"table": None, "note": "Nothing was finished, so nothing was written."}
+    if out is None:
+        base = read_active(store.folder, result.device)
+    else:
+        base = read_table(out, device=result.device) if out.exists() else None
+    note = None
+    if base is not None and base.toolchain != toolchain_of(result.environment):
+        note = f"{len(base.rows)} rows of {base.label} are left out: they are of another toolchain. Tune them again."
+        base = None
+    table: Table = table_of(entries, result.device, result.environment, base=base)
+    if out is not None:
+        write_table(out, table)
+        return {"table": out, "rows": len(table.rows), "hash": table.content_hash, "note": note}
+    generation = store.write_generation(table)
+    if promote:
+        store.promote(result.device, generation)
+    return {
+        "table": f"{result.device.name} generation {generation}",
+        "active": promote,
+        "rows": len(table.rows),
+        "hash": table.with_generation(generation).content_hash,
+        "note": note,
+    }
