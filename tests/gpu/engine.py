@@ -205,7 +205,7 @@ def rows_of(comparison: Comparison, runs: dict[Run, dict[str, Any]]) -> list[dic
         else:
             ok = all(d[part] <= NOISE_FACTOR * noise[part] for part in ("prompt", "generated"))
         what = f"{mode}, TILELANG {fault}".rstrip()
-        rows.append({"model": model, "what": what, "ok": ok, "launches": run["launches"], **d})
+        rows.append({"model": model, "what": what, "ok": ok, "launches": run["launches"], "rows": run["rows"], **d})
     return rows
 
 

@@ -53,7 +53,7 @@ def main(task: dict) -> dict:
             for output in outputs
         ]
         counted = {kernel: n - before.get(kernel, 0) for kernel, n in launches.counts().items()}
-        result[fault] = {"answers": answers, "launches": counted}
+        result[fault] = {"answers": answers, "launches": counted, "rows": launches.rows()}
     return result
 
 

@@ -147,6 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="take each n-th problem only")
     parser.add_argument("--always", default="(?!)", help="and every problem whose name matches this expression")
     options = parser.parse_args(arguments)
+    # The family's defaults: tests.gpu.table_rows checks what tables have. And one config for every regime: the harness
+    # compares bits of plans that differ in what they know of a batch.
+    os.environ["TL_BACKEND_TABLES"] = "0"
     device = torch.device(options.device)
     work, more = everything(device)
     work = [item for item in work if options.only in name(item.problem)]

@@ -55,7 +55,7 @@ def test_kernels_of_layers_and_of_faults_are_compiled_first(run: Run, expected: 
 def answers(prompt: float, generated: float = 0.0) -> dict[str, Any]:
     """Of an engine whose log-probabilities are off by so much."""
     answer = {"tokens": [1, 2], "logprobs": [generated - 1] * 2, "prompt_logprobs": [prompt - 1] * 3}
-    return {"answers": [answer], "launches": {}}
+    return {"answers": [answer], "launches": {}, "rows": {}}
 
 
 def verdicts(ours: dict[str, dict[str, Any]], peer: dict[str, Any]) -> list[bool]:

@@ -23,9 +23,9 @@ MI300 = DeviceSpec.absent("gfx942")
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has compiled nothing yet."""
-    from tl_backend.ops import decode, prefill
+    from tl_backend.ops import plan
 
-    for module in (compiled, decode, prefill):
+    for module in (compiled, plan):
         monkeypatch.setattr(module, "KERNELS", KernelCache())
 
 
@@ -94,21 +94,63 @@ def test_a_compiler_that_is_named_and_not_there(monkeypatch: pytest.MonkeyPatch)
     assert environment_problem(CPU) is None
 
 
-@pytest.mark.parametrize(
+@pytest.fixture
+def no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """No CUDA and no ROCm, wherever this machine has them."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(environment, "_DEFAULT_HOMES", {})
+    monkeypatch.setattr(environment, "_CUDA_WHEEL", "no-such-distribution")
+    for variable in ("CUDA_HOME", "CUDA_PATH", "ROCM_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    return monkeypatch
+
+
+def toolkit(folder: Path, compiler: str) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / compiler).touch(mode=0o755)
+    return folder
+
+
+GPUS = pytest.mark.parametrize(
     ("device", "compiler", "variable"), [(H200, "nvcc", "CUDA_HOME"), (MI300, "hipcc", "ROCM_PATH")]
 )
-def test_missing_gpu_toolkit(monkeypatch, tmp_path: Path, device, compiler: str, variable: str) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(environment, "_TOOLKITS", {"nvidia": (), "amd": ()})
+
+
+@GPUS
+def test_missing_gpu_toolkit(no_toolkit, device, compiler: str, variable: str) -> None:
     message = environment_problem(device)
     assert message.startswith(f"compiler: got no {compiler}")
     assert variable in message
 
 
-def test_a_toolkit_outside_the_path_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CASES.md C17: CUDA_HOME with a leading colon has been seen too."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch()
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(environment, "_TOOLKITS", {"nvidia": ("", f":{tmp_path}")})
+@GPUS
+def test_a_toolkit_outside_the_path_is_found(no_toolkit, tmp_path: Path, device, compiler: str, variable: str) -> None:
+    no_toolkit.setenv(variable, str(toolkit(tmp_path / "kit", compiler)))
+    assert environment_problem(device) is None
+    no_toolkit.delenv(variable)
+    no_toolkit.setattr(environment, "_DEFAULT_HOMES", {device.vendor: str(tmp_path / "kit")})
+    assert environment_problem(device) is None
+
+
+def test_a_wrong_cuda_home_is_named_though_nvcc_is_elsewhere(no_toolkit, tmp_path: Path) -> None:
+    """CASES.md C17: TileLang looks there alone, so that a leading colon breaks the first compile."""
+    kit = toolkit(tmp_path / "kit", "nvcc")
+    no_toolkit.setenv("PATH", str(kit / "bin"))
     assert environment_problem(H200) is None
+    no_toolkit.setenv("CUDA_HOME", f":{kit}")
+    assert environment_problem(H200) == (
+        f"CUDA_HOME: got {f':{kit}'!r}; TileLang looks for bin/nvcc in that folder and nowhere else. "
+        "Set CUDA_HOME to the folder that holds bin/nvcc, or unset it."
+    )
+    assert environment_problem(MI300).startswith("compiler: got no hipcc")
+
+
+def test_nvcc_of_the_wheel_is_found(no_toolkit, tmp_path: Path) -> None:
+    kit = toolkit(tmp_path / "nvidia" / "cu13", "nvcc")
+    info = tmp_path / "toy_nvcc-13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-nvcc\nVersion: 13.0\n")
+    (info / "RECORD").write_text("nvidia/cu13/bin/nvcc,,\n")
+    no_toolkit.syspath_prepend(tmp_path)
+    no_toolkit.setattr(environment, "_CUDA_WHEEL", "toy-nvcc")
+    assert environment.find_compiler("nvidia") == kit / "bin" / "nvcc"

@@ -21,11 +21,11 @@ _COMPILERS: dict[Vendor, tuple[str, ...]] = {
     "nvidia": ("nvcc",),
     "amd": ("hipcc",),
 }
-_TOOLKITS: dict[Vendor, tuple[str, ...]] = {
-    "cpu": (),
-    "nvidia": (os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"),
-    "amd": (os.environ.get("ROCM_PATH", ""), "/opt/rocm"),
-}
+# A variable that is set decides alone where CUDA is, even if nothing is there; for ROCm the search goes on.
+_CUDA_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
+_ROCM_VARIABLE = "ROCM_PATH"
+_CUDA_WHEEL = "nvidia-cuda-nvcc"  # Those of CUDA 12 are called otherwise, and hold no nvcc.
+_DEFAULT_HOMES: dict[Vendor, str] = {"nvidia": "/usr/local/cuda", "amd": "/opt/rocm"}
 _REMEDIES: dict[Vendor, str] = {
     "cpu": "Install a C++ compiler (Debian: apt-get install g++), and name it alone in CXX, or unset CXX and CC.",
     "nvidia": "Install the CUDA toolkit, or set CUDA_HOME to the folder that holds bin/nvcc.",
@@ -35,6 +35,13 @@ _REMEDIES: dict[Vendor, str] = {
 
 def environment_problem(device: DeviceSpec) -> str | None:
     """Why kernels for ``device`` cannot be compiled here, or None."""
+    if (reason := tilelang_problem(device)) is not None:
+        return reason
+    return None if find_compiler(device.vendor) else compiler_problem(device)
+
+
+def tilelang_problem(device: DeviceSpec) -> str | None:
+    """Why the installed TileLang does not serve a device, or None."""
     wanted = MIN_TILELANG_C if device.vendor == "cpu" else MIN_TILELANG
     needed = ".".join(map(str, wanted))
     remedy = f"Run pip install 'tilelang>={needed}'."
@@ -44,25 +51,64 @@ def environment_problem(device: DeviceSpec) -> str | None:
     version = importlib.metadata.version("tilelang")
     if _release(version) < wanted:
         return describe("TileLang", value=version, limit=limit, remedy=remedy)
-    named = [os.environ[name] for name in ("CXX", "CC") if device.vendor == "cpu" and os.environ.get(name)]
-    compilers = named[:1] or list(
-        _COMPILERS[device.vendor]
-    )  # A named one is used, or fails: there is no second choice.
-    if not any(_found(compiler, device.vendor) for compiler in compilers):
-        return describe(
-            "compiler",
-            value=f"no {' or '.join(compilers)}",
-            limit=f"TileLang needs one to compile for target {device.arch}",
-            remedy=_REMEDIES[device.vendor],
-        )
     return None
+
+
+def compiler_problem(device: DeviceSpec) -> str:
+    """What to say where there is no compiler for a device."""
+    home = _cuda_variable() if device.vendor == "nvidia" else None
+    if home is not None:
+        return describe(
+            home,
+            value=repr(os.environ[home]),
+            limit="TileLang looks for bin/nvcc in that folder and nowhere else",
+            remedy=f"Set {home} to the folder that holds bin/nvcc, or unset it.",
+        )
+    return describe(
+        "compiler",
+        value=f"no {' or '.join(_names(device.vendor))}",
+        limit=f"TileLang needs one to compile for target {device.arch}",
+        remedy=_REMEDIES[device.vendor],
+    )
+
+
+def find_compiler(vendor: Vendor) -> Path | None:
+    """The compiler that TileLang would take for a vendor's devices, by its own search."""
+    name = _names(vendor)[0]
+    if vendor == "nvidia" and (variable := _cuda_variable()) is not None:
+        return _file(Path(os.environ[variable]) / "bin" / name)
+    if vendor == "amd" and (root := os.environ.get(_ROCM_VARIABLE)) and (found := _file(Path(root) / "bin" / name)):
+        return found
+    for candidate in _names(vendor):
+        if (path := shutil.which(candidate)) is not None:
+            return Path(path)
+    if vendor == "nvidia" and (wheel := _in_wheel(name)) is not None:
+        return wheel
+    home = _DEFAULT_HOMES.get(vendor)
+    return _file(Path(home) / "bin" / name) if home else None
+
+
+def _names(vendor: Vendor) -> tuple[str, ...]:
+    """Programs that will do. One that CXX or CC names is used, or fails: there is no second choice."""
+    named = [os.environ[name] for name in ("CXX", "CC") if vendor == "cpu" and os.environ.get(name)]
+    return tuple(named[:1]) or _COMPILERS[vendor]
+
+
+def _cuda_variable() -> str | None:
+    return next((name for name in _CUDA_VARIABLES if os.environ.get(name)), None)
+
+
+def _in_wheel(name: str) -> Path | None:
+    try:
+        files = importlib.metadata.files(_CUDA_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((_file(Path(str(file.locate()))) for file in files if file.name == name), None)
+
+
+def _file(path: Path) -> Path | None:
+    return path if path.is_file() else None
 
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def _found(compiler: str, vendor: Vendor) -> bool:
-    if shutil.which(compiler) is not None:
-        return True
-    return any(root and (Path(root.strip(":")) / "bin" / compiler).is_file() for root in _TOOLKITS[vendor])

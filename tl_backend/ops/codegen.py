@@ -34,16 +34,3 @@ def generate(key: KernelKey) -> GeneratedCode:
     functions = artifact.device_mod.functions.values() if device.is_gpu else ()
     dynamic = sum(int((function.attrs or {}).get("dyn_shared_memory_buf", 0)) for function in functions)
     return GeneratedCode(source, static + dynamic)
-
-
-def offsets(source: str, tensor: str) -> list[str]:
-    """The index expressions with which a source accesses a global tensor."""
-    found = []
-    for match in re.finditer(rf"\b{tensor}(?: \+ \(|\[)", source):
-        opening, closing = ("(", ")") if match[0].endswith("(") else ("[", "]")
-        depth, end = 1, match.end()
-        while depth:
-            depth += {opening: 1, closing: -1}.get(source[end], 0)
-            end += 1
-        found.append(source[match.end() : end - 1])
-    return found

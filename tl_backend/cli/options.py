@@ -1,0 +1,63 @@
+"""Options that commands share: a problem in one word, and the device that a command is about."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from tl_backend.configs.words import EXAMPLE, GRAMMAR, format_problem, parse_problem
+from tl_backend.device import SHARED_MEMORY_PER_BLOCK, DeviceSpec
+from tl_backend.errors import InvalidInputError, describe
+
+__all__ = [  # The words of a problem are for commands, too.
+    "ARCHES",
+    "EXAMPLE",
+    "GRAMMAR",
+    "ArchOption",
+    "MultiprocessorsOption",
+    "ProblemOption",
+    "device_of",
+    "format_problem",
+    "parse_problem",
+]
+
+ARCHES = (*SHARED_MEMORY_PER_BLOCK, "c")
+
+ProblemOption = Annotated[str, typer.Option("--problem", metavar="SPEC", help=f"{GRAMMAR}; causal unless full.")]
+ArchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--arch", metavar="ARCH", help=f"{', '.join(ARCHES)}. The device need not be here. Default: this machine's."
+    ),
+]
+MultiprocessorsOption = Annotated[
+    int | None,
+    typer.Option("--multiprocessors", min=1, help="SMs or compute units of --arch. Default: its largest GPU's."),
+]
+
+
+def device_of(arch: str | None = None, multiprocessors: int | None = None) -> DeviceSpec:
+    """The device of an architecture, absent or not; by default this machine's: its GPU, or the CPU. Then imports torch.
+
+    Raises:
+        InvalidInputError: an unknown architecture, or multiprocessors without one.
+        UnsupportedError: a GPU that the kernels do not serve.
+    """
+    if arch is None:
+        if multiprocessors is not None:
+            raise InvalidInputError(
+                describe("--multiprocessors", value=multiprocessors, limit="it goes with --arch", remedy="Add --arch.")
+            )
+        import torch
+
+        return DeviceSpec.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    name = re.sub(r"^(sm_\d+)a$", r"\1", arch)  # Hopper's "a" is how TileLang is told, not another device.
+    if name not in ARCHES:
+        raise InvalidInputError(
+            describe(
+                "--arch", value=arch, limit=f"the architectures are {', '.join(ARCHES)}", remedy="Pass one of them."
+            )
+        )
+    return DeviceSpec.absent(name, multiprocessors=multiprocessors)
