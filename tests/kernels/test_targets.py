@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from tl_backend.configs.decode import default_decode_tile
 from tl_backend.configs.prefill import default_prefill_config
+from tl_backend.configs.space import space
+from tl_backend.configs.tile import TileConfig
 from tl_backend.device import AMD_ARCHES, DeviceSpec
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.code_report import offsets
@@ -98,6 +101,62 @@ def test_cuda_code_fits_the_shared_memory(arch, kernel, head_dim, page_size) -> 
     used = code(kernel, arch, head_dim, page_size).shared_memory
     assert used <= key.device.shared_memory_per_block
     assert used <= tile.shared_memory(key.problem, key.device)
+
+
+LLAMA = make_problem(32, 8, 128, 16, dtype="bfloat16")
+TILE = TileConfig(block_m=64, block_n=32, heads_per_tile=4, num_stages=0, threads=256)
+
+
+@functools.cache
+def tile_code(tile: TileConfig, arch: str, page_size: int | None = 16) -> GeneratedCode:
+    problem = replace(LLAMA, page_size=page_size)
+    return generate(prefill_key(problem, tile, DeviceSpec.absent(arch)))
+
+
+@pytest.mark.parametrize("option", [{"k_pack": 2}, {"coalesced_width": 4}, {"rasterisation": 3}, {"num_split_q": 38}])
+def test_each_option_of_a_tile_changes_hip_code(option) -> None:
+    tile = replace(TILE, **option)
+    assert tile.illegal_reason(LLAMA, DeviceSpec.absent("gfx942")) is None
+    changed, plain = tile_code(tile, "gfx942"), tile_code(TILE, "gfx942")
+    assert changed.source != plain.source
+    assert "__builtin_amdgcn_mfma" in changed.source
+    assert changed.shared_memory == tile.shared_memory(LLAMA, DeviceSpec.absent("gfx942"))
+
+
+def test_packed_matrix_instructions_read_twice_as_much_at_once() -> None:
+    """A lane holds 4 elements of an MFMA's operand, 8 bytes; two instructions' are one load of 16 bytes."""
+    packed, plain = tile_code(replace(TILE, k_pack=2), "gfx942").source, tile_code(TILE, "gfx942").source
+    assert "*(uint4*)(A_local" in packed
+    assert "*(uint2*)(A_local" in plain
+    assert "*(uint4*)(A_local" not in plain
+
+
+def test_narrow_accesses_gather_half_as_much_at_once() -> None:
+    narrow = replace(TILE, threads=128, num_stages=1, coalesced_width=4)
+    source = tile_code(narrow, "sm_90").source
+    assert "tl::cp_async_gs<8>" in source
+    assert "tl::cp_async_gs<16>" not in source
+
+
+# Of each space, one that the defaults and the options above leave out.
+SAMPLE = [
+    ("gfx90a", 16, TileConfig(block_m=128, block_n=16, heads_per_tile=4, num_stages=0, threads=512, k_pack=2)),
+    ("gfx942", 128, replace(TILE, num_split_q=38, coalesced_width=4)),
+    ("gfx950", 128, TileConfig(block_m=128, block_n=128, heads_per_tile=4, num_stages=1, threads=256)),
+    ("gfx950", 16, replace(TILE, num_stages=1, num_split_q=32)),
+    ("sm_90", 128, TileConfig(block_m=256, block_n=64, heads_per_tile=2, num_stages=2, threads=512)),
+    ("sm_90", 16, TileConfig(block_m=64, block_n=16, heads_per_tile=1, num_stages=3, threads=128)),
+    ("sm_90", 16, TileConfig(block_m=128, block_n=64, heads_per_tile=4, num_stages=1, threads=256)),
+]
+
+
+@pytest.mark.parametrize(("arch", "page_size", "tile"), SAMPLE)
+def test_the_arithmetic_of_what_a_space_keeps_is_what_code_allocates(arch, page_size, tile) -> None:
+    problem, device = replace(LLAMA, page_size=page_size), DeviceSpec.absent(arch)
+    assert tile in space("prefill", problem, device).kept
+    generated = tile_code(tile, arch, page_size)
+    assert generated.shared_memory == tile.shared_memory(problem, device)
+    assert ("tl::wgmma_" if arch == "sm_90" else "__builtin_amdgcn_mfma") in generated.source
 
 
 STRIDES = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -29,20 +31,55 @@ from tl_backend.cli.doctor_packages import (
     check_vllm_plugins,
 )
 from tl_backend.cli.doctor_rows import Check, Finding, run_checks
-from tl_backend.cli.options import device_of
+from tl_backend.cli.options import ArchOption, MultiprocessorsOption, device_of
 from tl_backend.cli.output import JsonOption, people, print_json
 from tl_backend.device import DeviceSpec
+from tl_backend.errors import InvalidInputError, describe
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    acceptance: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Check, tune and measure this device, and write the file.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --acceptance: all but the launches, for --arch as well.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Of --acceptance, in all. Default: 3600.")
+    ] = None,
+    arch: ArchOption = None,
+    multiprocessors: MultiprocessorsOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Say what vLLM would use here and why: a row for each thing that decides it, with a remedy where one is needed.
 
-    Exits with 1 if something keeps vLLM from serving with this backend. Warnings do not count.
+    With --acceptance, check every kind of kernel against a reference, tune the shipped problems, and benchmark beside
+    the peers that are there. Its file is meant to be sent back; an interrupted run leaves a valid one that says so.
 
-    Example: tl-backend doctor
+    Exits with 1 if something keeps vLLM from serving with this backend, or if a part of the acceptance fails. Warnings
+    do not count.
+
+    Examples:
+      tl-backend doctor
+
+      tl-backend doctor --acceptance mi300x.json --budget 1800
+
+      tl-backend doctor --acceptance plan.json --dry-run --arch gfx942
     """
+    if acceptance is not None:
+        from tl_backend.cli.acceptance_command import run
+
+        run(acceptance, dry_run=dry_run, budget=budget, arch=arch, multiprocessors=multiprocessors, as_json=as_json)
+        return
+    for option, given in (("--dry-run", dry_run), ("--budget", budget), ("--arch", arch)):
+        if given:
+            raise InvalidInputError(
+                describe(
+                    option, value="no --acceptance", limit="it is a part of that", remedy="Add --acceptance FILE.json."
+                )
+            )
     rows = examine()
     if as_json:
         print_json({"healthy": not _has_problem(rows), "rows": rows})
