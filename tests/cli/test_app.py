@@ -19,7 +19,9 @@ HEAVY = ("torch", "tilelang", "tvm", "vllm", "matplotlib")
 
 
 def commands() -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = [(command.name or "",) for command in program.app.registered_commands]
+    found: list[tuple[str, ...]] = [
+        (command.name or command.callback.__name__,) for command in program.app.registered_commands
+    ]
     for group in program.app.registered_groups:
         found += [
             (str(group.name), str(c.name or c.callback.__name__)) for c in group.typer_instance.registered_commands

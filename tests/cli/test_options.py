@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_backend.cli.options import ARCHES, EXAMPLE, device_of, format_problem, parse_problem
+from tl_backend.configs.identity import device_identity
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, UnsupportedError
 from tl_backend.problem import DTYPES, FLOAT8_DTYPES, MAX_SOFT_CAP, MIN_SOFT_CAP, SUPPORTED_HEAD_DIMS, AttentionProblem
@@ -100,6 +101,9 @@ def test_every_architecture_can_be_named(arch: str) -> None:
 
 def test_devices() -> None:
     assert device_of("sm_90a").arch == "sm_90"
+    assert device_of("h100_pcie").multiprocessors == 114
+    assert device_of("mi300x") == device_of("amd_mi300x")
+    assert device_identity(device_of("h200")).name == "nvidia_h200"
     assert device_of("sm_90", 78).multiprocessors == 78
     assert device_of().is_gpu in (True, False)
     with pytest.raises(InvalidInputError, match="sm_91"):

@@ -22,8 +22,8 @@ from tl_backend.configs.table import Table, read_table
 from tl_backend.device import DeviceSpec
 from tl_backend.measure.timing import as_graph, ratio, time_ms
 from tl_backend.measure.workload import Batch, Workload
+from tl_backend.tuner.admission import SHORT_MS
 from tl_backend.tuner.regimes import cases
-from tl_backend.tuner.search import SHORT_MS
 
 LIMIT = 0.02
 ROUNDS = 31

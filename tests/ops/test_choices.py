@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from tl_backend.configs.decode import DecodeChoice, default_decode_choice
 from tl_backend.configs.identity import BY_NAME
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.rows import Row
+from tl_backend.configs.space import tile_of
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import InvalidInputError
-from tl_backend.ops import paged_attention
+from tl_backend.errors import EnvironmentProblemError, InvalidInputError
+from tl_backend.ops import paged_attention, prepare
 from tl_backend.ops.choices import chooser_for, tables_of
+from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.ops.prepare import required_kernels
 from tl_backend.telemetry import launches
 from tl_backend.testing.cases import make_problem
@@ -92,6 +95,32 @@ def test_what_a_row_asks_for_is_compiled_at_start_up(users_table: Callable[..., 
     assert set(default) < set(keys)
     assert [key.config for key in keys if key.kind == "prefill"] == [default_config("prefill", PROBLEM, SPEC), TILE]
     assert {key.config.tile.block_n for key in keys if key.kind == "decode"} == {16, 32}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["decode", "prefill"])
+def test_a_row_whose_kernel_does_not_compile_is_skipped_and_a_default_is_not(
+    users_table: Callable[..., str], monkeypatch: pytest.MonkeyPatch, row: Row
+) -> None:
+    """CASES.md C14: a shipped row crashed the model."""
+    label, broken = users_table(*ROWS), row.config.values
+    compiled, tile = KERNELS.get, tile_of(broken)
+
+    def refuse(key: KernelKey) -> Any:
+        if key.kind == row.regime.kind and tile in (key.config, getattr(key.config, "tile", None)):
+            raise EnvironmentProblemError("no such instruction")
+        return compiled(key)
+
+    monkeypatch.setattr(KERNELS, "get", refuse)
+    prepare(PROBLEM, torch.device("cpu"))
+    number = ROWS.index(row) + 1
+    choices = [chooser_for(PROBLEM, SPEC).choose(one.regime) for one in ROWS]
+    assert choices[number - 1].source == f"family default, since {label} row {number} does not compile"
+    assert choices[number - 1].config == default_config(row.regime.kind, PROBLEM, SPEC)
+    assert choices[number % 2].source == f"{label} row {number % 2 + 1}"
+    assert f"{label} row {number}: no such instruction" in launches.events()["skipped_rows"]
+    tile = tile_of(default_config(row.regime.kind, PROBLEM, SPEC))
+    with pytest.raises(EnvironmentProblemError, match="no such instruction"):
+        prepare(PROBLEM, torch.device("cpu"))
 
 
 def test_misses_are_counted_among_the_events(users_table: Callable[..., str]) -> None:

@@ -20,12 +20,14 @@ from tl_backend.device import DeviceSpec
 from tl_backend.ops.compile_pool import CompilePool
 from tl_backend.testing.cases import make_problem
 from tl_backend.tuner.device_process import DeviceProcess
+from tl_backend.tuner.found import Outcome, Plan
 from tl_backend.tuner.halving import DEFAULT
 from tl_backend.tuner.journal import Journal
 from tl_backend.tuner.kernels import Kernels
 from tl_backend.tuner.progress import Progress
 from tl_backend.tuner.regimes import Case
-from tl_backend.tuner.search import Outcome, Plan, Search
+from tl_backend.tuner.search import search as search_problem
+from tl_backend.tuner.state import State
 
 DEVICE = DeviceSpec.absent("c")
 PROBLEM = make_problem(2, 1, 32, 16)
@@ -64,7 +66,8 @@ def search(folder: Path, what: Plan, **arguments) -> tuple[Outcome, Kernels, Dev
     ):
         kernels = Kernels(pool)
         progress = Progress(Console(file=io.StringIO()))
-        found = Search(what, kernels=kernels, process=process, journal=journal, progress=progress, **arguments).run()
+        state = State(what, kernels=kernels, process=process, journal=journal, progress=progress, **arguments)
+        found = search_problem(state)
     return found, kernels, process
 
 
@@ -139,8 +142,12 @@ def replace_prefills(what: Plan) -> Plan:
     return replace(what, candidates={**what.candidates, "prefill": what.candidates["prefill"][:2]})
 
 
-def test_a_search_whose_time_is_up_stops_in_order(tmp_path: Path) -> None:
-    found, _, _ = search(tmp_path, plan(faults=(planted.FINE,)), deadline=0.0)
+@pytest.mark.parametrize(("deadline", "reserve"), [(0.0, 0.2), (1e12, 1.0)], ids=["all of it", "that of admission"])
+def test_a_search_whose_time_is_up_stops_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline: float, reserve: float
+) -> None:
+    monkeypatch.setattr("tl_backend.tuner.admission.RESERVE", reserve)
+    found, _, _ = search(tmp_path, plan(faults=(planted.FINE,)), deadline=deadline)
     assert not any(result.complete or result.finals for result in found.kinds.values())
 
 

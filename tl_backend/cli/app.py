@@ -5,14 +5,17 @@ Exit codes: 0 fine, 1 the answer is no (a check failed, something is worse or no
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from tl_backend import __version__
+from tl_backend.cli.bench import bench
+from tl_backend.cli.doctor import doctor
+from tl_backend.cli.inspect import inspect
+from tl_backend.cli.table import table_app
+from tl_backend.cli.tune import tune
 from tl_backend.errors import TLBackendError
 
 BAD_INPUT = 2
@@ -55,18 +58,9 @@ def _program(
     """TileLang attention kernels for vLLM: check an environment, look at code, tune and measure."""
 
 
-def _add(name: str) -> None:
-    if importlib.util.find_spec(f"tl_backend.cli.{name}") is None:
-        return
-    module = importlib.import_module(f"tl_backend.cli.{name}")
-    if name == "table":
-        app.add_typer(module.table_app, name="table")
-    else:
-        app.command(name)(getattr(module, name))
-
-
-for _name in ("doctor", "tune", "bench", "table", "inspect"):
-    _add(_name)
+for _command in (doctor, tune, bench, inspect):
+    app.command()(_command)
+app.add_typer(table_app, name="table")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tl_backend.configs.identity import BY_NAME, spec_of
 from tl_backend.configs.words import EXAMPLE, GRAMMAR, format_problem, parse_problem
 from tl_backend.device import SHARED_MEMORY_PER_BLOCK, DeviceSpec
 from tl_backend.errors import InvalidInputError, describe
@@ -29,7 +30,9 @@ ProblemOption = Annotated[str, typer.Option("--problem", metavar="SPEC", help=f"
 ArchOption = Annotated[
     str | None,
     typer.Option(
-        "--arch", metavar="ARCH", help=f"{', '.join(ARCHES)}. The device need not be here. Default: this machine's."
+        "--arch",
+        metavar="ARCH",
+        help=f"{', '.join(ARCHES)}, or a device such as h100 or mi300x. It need not be here. Default: this machine's.",
     ),
 ]
 MultiprocessorsOption = Annotated[
@@ -39,10 +42,14 @@ MultiprocessorsOption = Annotated[
 
 
 def device_of(arch: str | None = None, multiprocessors: int | None = None) -> DeviceSpec:
-    """The device of an architecture, absent or not; by default this machine's: its GPU, or the CPU. Then imports torch.
+    """The device of an architecture or of a name that tables have; by default this machine's, which imports torch.
+
+    Args:
+        arch: "sm_90", "gfx942", "c"; or "nvidia_h100", "h100", "mi300x", ...
+        multiprocessors: of an architecture's device.
 
     Raises:
-        InvalidInputError: an unknown architecture, or multiprocessors without one.
+        InvalidInputError: an unknown architecture or name, or multiprocessors without an architecture.
         UnsupportedError: a GPU that the kernels do not serve.
     """
     if arch is None:
@@ -53,11 +60,17 @@ def device_of(arch: str | None = None, multiprocessors: int | None = None) -> De
         import torch
 
         return DeviceSpec.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    named = [BY_NAME[name] for name in (arch, f"nvidia_{arch}", f"amd_{arch}") if name in BY_NAME]
+    if named and multiprocessors is None:
+        return spec_of(named[0])
     name = re.sub(r"^(sm_\d+)a$", r"\1", arch)  # Hopper's "a" is how TileLang is told, not another device.
     if name not in ARCHES:
         raise InvalidInputError(
             describe(
-                "--arch", value=arch, limit=f"the architectures are {', '.join(ARCHES)}", remedy="Pass one of them."
+                "--arch",
+                value=arch,
+                limit=f"the architectures are {', '.join(ARCHES)}; the devices {', '.join(BY_NAME)}",
+                remedy="Pass one.",
             )
         )
     return DeviceSpec.absent(name, multiprocessors=multiprocessors)

@@ -35,6 +35,9 @@ class Chooser(Protocol):
     def configs(self, kind: str) -> tuple[Config, ...]:
         """Every config of a kind that ``choose`` can return, without repeats: all of them are compiled at start-up."""
 
+    def drop(self, kind: str, tile: TileConfig, reason: str) -> bool:
+        """Choose no config with this tile any more; False where the choice is not this chooser's to make."""
+
 
 def default_config(kind: str, problem: AttentionProblem, device: DeviceSpec) -> Config:
     """The family's documented default.
@@ -66,3 +69,7 @@ class FixedChooser:
 
     def configs(self, kind: str) -> tuple[Config, ...]:
         return (self._given[kind] or default_config(kind, self._problem, self._device),)
+
+    def drop(self, kind: str, tile: TileConfig, reason: str) -> bool:
+        del kind, tile, reason
+        return False

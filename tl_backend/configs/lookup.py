@@ -17,8 +17,9 @@ from tl_backend.configs.identity import device_identity
 from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.regime import Regime
 from tl_backend.configs.rows import Row
-from tl_backend.configs.space import verdict
+from tl_backend.configs.space import tile_of, verdict
 from tl_backend.configs.table import Table
+from tl_backend.configs.tile import TileConfig
 from tl_backend.configs.words import format_problem
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TableError, TLBackendError
@@ -154,8 +155,9 @@ class TableChooser:
 
     def __init__(self, problem: AttentionProblem, tables: Tables) -> None:
         self._problem, self._tables, self._key = problem, tables, ProblemKey.of(problem)
-        self._entries = tables.entries.get(self._key, {})
+        self._entries = dict(tables.entries.get(self._key, {}))
         self._found: dict[Regime, tuple[Choice, str | None]] = {}  # With what is counted at a miss.
+        self._dropped: set[tuple[str, TileConfig]] = set()
         self._default = functools.cache(lambda kind: default_config(kind, problem, tables.device))
 
     def choose(self, regime: Regime) -> Choice:
@@ -172,6 +174,27 @@ class TableChooser:
         """The default, then the others of this problem's rows."""
         rows = (config for regime, (config, _) in self._entries.items() if regime.kind == kind and config is not None)
         return tuple(dict.fromkeys([self._default(kind), *rows]))
+
+    def drop(self, kind: str, tile: TileConfig, reason: str) -> bool:
+        """Take the default where a row has this tile, whose kernel cannot be had here."""
+        rows = {
+            regime: source
+            for regime, (config, source) in self._entries.items()
+            if regime.kind == kind and config is not None and tile_of(config) == tile
+        }
+        if (kind, tile) in self._dropped:  # A decode's tile is two kernels.
+            return True
+        if tile == tile_of(self._default(kind)) or not rows:
+            return False
+        self._dropped.add((kind, tile))
+        for regime, source in rows.items():
+            self._entries[regime] = (None, f"{FAMILY_DEFAULT}, since {source} does not compile")
+            self._tables.count(SKIPPED_ROWS, f"{source}: {reason}")
+        logger.warning(
+            "TileLang attention skips rows: %s (and %d more): %s", next(iter(rows.values())), len(rows) - 1, reason
+        )
+        self._found.clear()
+        return True
 
     def _find(self, regime: Regime) -> tuple[Choice, str | None]:
         default = self._default(regime.kind)

@@ -27,11 +27,11 @@ class TileConfig:
         threads: of a block; ignored by the C target.
         splits_columns: warps share the rows of a tile and split its columns, and the softmax's weights go through
             shared memory: for outputs of more columns than the registers of one warp hold.
-        k_pack: matrix instructions that AMD packs along k, so that operands come from LDS in wider loads; 1 or 2.
+        k_pack: matrix instructions of QK that AMD packs along k, for operands to come from LDS in wider loads; 1 or 2.
         coalesced_width: elements that a thread moves at once between memory and LDS; None for TileLang's choice.
         rasterisation: lanes (a kv head and a part of its query heads) of a panel. A prefill walks all its work on one
             panel before the next, so that fewer heads' keys have to stay in the L2 cache; 0 for all lanes in one.
-        num_split_q: blocks that share the work of a lane in a prefill, and walk it to and fro; 0 for a block each.
+        num_split_q: blocks that share the work of a lane in a prefill, each walking some of it; 0 for a block an item.
     """
 
     block_m: int
@@ -72,6 +72,8 @@ class TileConfig:
             elements += self.block_m * self.block_n
         tiles = elements * ELEMENT_BYTES[problem.dtype]
         reduction = 8 * self.threads if device.vendor == "amd" or self.splits_columns else 0
+        if self.num_split_q and self.num_stages:
+            reduction *= 2  # Inside a loop over work, the pipeline's last tile reduces through bytes of its own.
         barriers = 2 * 16 * stages if device.has_tma and self.copies_whole_tiles(problem) else 0
         return tiles + reduction + barriers
 

@@ -56,7 +56,7 @@ class WorkOrder:
         return T.min(num_work, self.config.num_split_q) if self.config.num_split_q else num_work
 
     def _position(self, block: Any, turn: Any, walkers: Any) -> Any:
-        """A block's place among those of its lane, which go to and fro, so that none has the longest of every turn."""
+        """A block's place in a turn, counted from the other end every second time: none has the longest of all."""
         place = block // self.lanes
         return T.if_then_else(turn % 2 == 0, place, walkers - 1 - place)
 

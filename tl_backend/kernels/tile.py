@@ -53,6 +53,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
     scores_are_logits = soft_cap is not None or problem.has_alibi
     whole_tiles = config.copies_whole_tiles(problem)
     copy_options = {} if width is None else {"coalesced_width": T.int32(width)}
+    # Of QK alone: PV takes its weights from the registers that QK has left them in, which packing lays out otherwise.
     packed = packing(config.k_pack)
     policy = T.GemmWarpPolicy.FullCol if config.splits_columns else T.GemmWarpPolicy.FullRow
 

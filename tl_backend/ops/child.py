@@ -13,6 +13,8 @@ from typing import Any
 
 from tl_backend.errors import TLBackendError
 
+# A process in the middle of a driver's call dies when that ends: nobody waits for it for ever.
+KILL_S = 30.0
 # Called in the child with its end of a pipe; returns when the pipe ends.
 Serve = Callable[[Connection], None]
 
@@ -76,7 +78,7 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
-        self._process.join()
+        self._process.join(KILL_S)
         self.connection.close()
 
     def _death(self) -> str:

@@ -8,9 +8,10 @@ from typing import cast
 import torch
 
 from tl_backend.configs.choice import Chooser
-from tl_backend.configs.decode import DecodeChoice
+from tl_backend.configs.decode import DecodeChoice, DecodeConfig
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
+from tl_backend.errors import EnvironmentProblemError
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.checks import check_supported
 from tl_backend.ops.choices import chooser_for
@@ -62,6 +63,8 @@ def prepare(
 ) -> list[str]:
     """Compile the required kernels of a problem in this process, one after another.
 
+    Where a table's row asks for a kernel that does not compile, the chooser drops the row. A default has to compile.
+
     Args:
         batch_invariant: as for ``required_kernels``.
         on_progress: called with (done, total, kind) before each kernel, and at the end with (total, total, "").
@@ -73,11 +76,18 @@ def prepare(
         UnsupportedError: the device does not serve the problem.
         EnvironmentProblemError: TileLang or a compiler is missing, or compilation failed.
     """
-    keys = required_kernels(problem, DeviceSpec.of(device), batch_invariant=batch_invariant)
+    spec = DeviceSpec.of(device)
+    chooser = chooser_for(problem, spec, batch_invariant=batch_invariant)
+    keys = required_kernels(problem, spec, batch_invariant=batch_invariant, chooser=chooser)
     for done, key in enumerate(keys):
         if on_progress is not None:
             on_progress(done, len(keys), key.kind)
-        KERNELS.get(key)
+        try:
+            KERNELS.get(key)
+        except EnvironmentProblemError as error:
+            tile = key.config.tile if isinstance(key.config, DecodeConfig) else key.config
+            if not isinstance(tile, TileConfig) or not chooser.drop(key.kind, tile, str(error)):
+                raise
     if on_progress is not None:
         on_progress(len(keys), len(keys), "")
     return [key.kind for key in keys]

@@ -13,7 +13,9 @@ from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
 # Of an anchor's candidates, what the others of its class try beside their default.
-FINALISTS = 6
+FINALISTS = 4
+# What a search takes beside its compiling, in kernels that could have been compiled meanwhile.
+FINALS_IN_KERNELS = 10
 
 
 def kinds_of(problem: AttentionProblem) -> tuple[str, ...]:
@@ -48,3 +50,25 @@ def transferred(
     shapes = set(map(shape, finalists))
     default, *others = space(kind, problem, device).kept
     return (default, *(config for config in others if shape(config) in shapes))
+
+
+def shares(
+    problems: Iterable[AttentionProblem], known: Iterable[ProblemKey], device: DeviceSpec, kinds: Iterable[str]
+) -> list[int]:
+    """What each problem of a list is to take of a time budget, relative to the others: compiling is nearly all of it.
+
+    Args:
+        known: anchor classes whose finalists are there.
+    """
+    classes, kinds, found = set(known), tuple(kinds), []
+    for problem in problems:
+        is_anchor = anchor_class(problem) not in classes
+        classes.add(anchor_class(problem))
+        num_kernels = 0
+        for kind in (kind for kind in kinds_of(problem) if kind in kinds):
+            configs = space(kind, problem, device).kept
+            if not is_anchor:  # Which those will be is not known yet: any stand for them.
+                configs = transferred(kind, configs[1 : FINALISTS + 1], problem, device)
+            num_kernels += len({tile_of(config) for config in configs}) * (2 if kind == "decode" else 1)
+        found.append(num_kernels + FINALS_IN_KERNELS)
+    return found

@@ -11,9 +11,10 @@ from tl_backend import __version__
 from tl_backend.configs.identity import DeviceIdentity
 from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.rows import Measured, Ratio, Row, Settled, stored
+from tl_backend.configs.space import tile_of
 from tl_backend.configs.table import Provenance, Table, Toolchain
+from tl_backend.tuner.found import Found, Outcome
 from tl_backend.tuner.halving import DEFAULT
-from tl_backend.tuner.search import Found, Outcome
 from tl_backend.tuner.select import choose, gains
 
 
@@ -44,7 +45,7 @@ def _entries(outcome: Outcome, found: Found, environment: Mapping[str, str]) -> 
     key = ProblemKey.of(outcome.problem)
     rows, settled = [], []
     open_regimes = [str(case.regime) for case in found.cases if case not in found.finals]
-    for case, index in choose(found.finals).items():
+    for case, index in choose(found.finals, tile_of=lambda index: tile_of(found.candidates[index])).items():
         times = found.finals[case]
         default_us = statistics.median(times[DEFAULT]) * 1e3
         if index != DEFAULT:

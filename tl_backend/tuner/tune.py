@@ -20,17 +20,20 @@ from tl_backend.configs.words import format_problem
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, describe
 from tl_backend.measure.results import environment
+from tl_backend.ops.checks import check_supported
 from tl_backend.ops.child import Serve
 from tl_backend.ops.compile_pool import TIMEOUT_S, CompilePool
 from tl_backend.problem import AttentionProblem
-from tl_backend.tuner.anchors import FINALISTS, anchor_class, distinct, kinds_of, transferred
+from tl_backend.tuner.anchors import FINALISTS, anchor_class, distinct, kinds_of, shares, transferred
 from tl_backend.tuner.device_process import WATCHDOG_S, DeviceProcess
 from tl_backend.tuner.entries import Entries, entries_of
+from tl_backend.tuner.found import Outcome, Plan
 from tl_backend.tuner.journal import Journal, journal_path
 from tl_backend.tuner.kernels import Kernels
 from tl_backend.tuner.progress import Progress
 from tl_backend.tuner.regimes import Case, cases
-from tl_backend.tuner.search import Outcome, Plan, Search
+from tl_backend.tuner.search import search
+from tl_backend.tuner.state import State
 from tl_backend.tuner.worker import begin
 
 
@@ -99,7 +102,11 @@ def plan_of(
     Args:
         finalists: of the problem's anchor; None for the whole space.
         memory_bytes: free on the device.
+
+    Raises:
+        UnsupportedError: the device does not serve the problem.
     """
+    check_supported(problem, device)
     candidates: dict[str, tuple[Config, ...]] = {}
     where: dict[str, tuple[Case, ...]] = {}
     for kind in (kind for kind in kinds_of(problem) if kind in kinds):
@@ -126,7 +133,8 @@ def tune(
         folder: for journals: the user's folder of tables.
 
     Raises:
-        InvalidInputError: the device is not this machine's; another search of a problem runs.
+        UnsupportedError: the device does not serve a problem.
+        InvalidInputError: another search of a problem runs, or nothing of it fits the device.
         EnvironmentProblemError: nothing can run on it.
     """
     options = options or Options()
@@ -134,6 +142,8 @@ def tune(
     where = torch.device("cuda" if device.is_gpu else "cpu")
     result = Result(device=device_identity(device), environment=environment(where))
     waiting = list(distinct(problems))
+    for problem in waiting:  # Before anything is searched for an hour.
+        check_supported(problem, device)
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
     log = work / "processes.log"
@@ -146,9 +156,10 @@ def tune(
         session = _Session(device, folder, progress, options, Kernels(pool), process, begun, result.environment)
         finalists: dict[ProblemKey, dict[str, tuple[Config, ...]]] = {}
         while waiting and not session.is_late():
+            part = shares(waiting, finalists, device, options.kinds)
             problem = waiting.pop(0)
             known = finalists.get(anchor_class(problem))
-            outcome = session.search(problem, known)
+            outcome = session.search(problem, known, share=part[0] / sum(part))
             if known is None:
                 finalists[anchor_class(problem)] = {
                     kind: found.finalists(FINALISTS) for kind, found in outcome.kinds.items() if found.error is None
@@ -191,7 +202,10 @@ class _Session:
     def is_late(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
-    def search(self, problem: AttentionProblem, finalists: Mapping[str, tuple[Config, ...]] | None) -> Outcome:
+    def search(
+        self, problem: AttentionProblem, finalists: Mapping[str, tuple[Config, ...]] | None, *, share: float
+    ) -> Outcome:
+        """Args: share: of the time that is left, which this problem may take."""
         options = self._options
         plan = plan_of(problem, self._device, kinds=options.kinds, finalists=finalists, memory_bytes=self._memory_bytes)
         if not plan.candidates:
@@ -206,14 +220,19 @@ class _Session:
         identity = self._identity(problem)
         path = journal_path(self._folder, identity)
         with Journal(path, identity, fresh=options.fresh) as journal:
-            return Search(
+            state = State(
                 plan,
                 kernels=self._kernels,
                 process=self._process,
                 journal=journal,
                 progress=self._progress,
-                deadline=self._deadline,
-            ).run()
+                deadline=self._share_of_time(share),
+            )
+            return search(state)
+
+    def _share_of_time(self, share: float) -> float | None:
+        now = time.monotonic()
+        return None if self._deadline is None else now + share * (self._deadline - now)
 
     def _identity(self, problem: AttentionProblem) -> dict[str, Any]:
         return {

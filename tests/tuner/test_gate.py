@@ -1,0 +1,67 @@
+"""The gate lets the defaults pass, whatever features a problem has, and nothing that is only nearly right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tl_backend.configs.choice import FixedChooser
+from tl_backend.device import DeviceSpec
+from tl_backend.ops import decode, prefill
+from tl_backend.problem import AttentionProblem
+from tl_backend.testing.cases import make_problem
+from tl_backend.tuner.gate import Gate
+
+CPU = torch.device("cpu")
+PLAIN = make_problem(4, 2, 32, 16)
+FEATURES = make_problem(4, 2, 32, 48, window=50, soft_cap=30.0, sinks_dtype="float32", has_alibi=True, returns_lse=True)
+EIGHT_BITS = make_problem(2, 1, 32, 16, kv_dtype="float8_e4m3fn")
+CONTIGUOUS = make_problem(2, 2, 32, None, causal=False)
+
+
+@pytest.mark.parametrize(
+    "problem", [PLAIN, FEATURES, EIGHT_BITS, CONTIGUOUS], ids=["plain", "all", "fp8", "contiguous"]
+)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_defaults_pass(kind: str, problem: AttentionProblem) -> None:
+    if kind == "decode" and not problem.is_paged:
+        pytest.skip("contiguous keys are never decoded")
+    assert Gate(kind, problem, CPU).refusal(FixedChooser(problem, DeviceSpec.of(CPU))) is None
+
+
+def off_by(factor: float) -> Callable[..., None]:
+    """The launch with a softmax scale that is off."""
+    launch = prefill.launch_prefill
+
+    def launch_wrongly(*arguments: object) -> None:
+        launch(*[value * factor if isinstance(value, float) else value for value in arguments])
+
+    return launch_wrongly
+
+
+def test_a_small_error_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, chooser = Gate("prefill", PLAIN, CPU), FixedChooser(PLAIN, DeviceSpec.of(CPU))
+    monkeypatch.setattr("tl_backend.ops.attention.launch_prefill", off_by(1.0001))
+    assert "relative RMS" in str(gate.refusal(chooser))
+
+
+def test_rows_that_nobody_writes_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, chooser = Gate("decode", PLAIN, CPU), FixedChooser(PLAIN, DeviceSpec.of(CPU))
+    monkeypatch.setattr("tl_backend.ops.attention.launch_decode", lambda *arguments: None)
+    assert "not finite" in str(gate.refusal(chooser))
+
+
+def test_reading_an_unwritten_slot_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, chooser = Gate("decode", PLAIN, CPU), FixedChooser(PLAIN, DeviceSpec.of(CPU))
+    launch = decode.launch_decode
+
+    def one_key_too_many(*arguments: object) -> None:
+        before, seq_lens, after = arguments[:6], arguments[6], arguments[7:]
+        assert isinstance(seq_lens, torch.Tensor)
+        # Where its page has room for one: past a page's end a table entry leads nowhere.
+        launch(*before, seq_lens + (seq_lens % 16 > 0).int(), *after)
+
+    monkeypatch.setattr("tl_backend.ops.attention.launch_decode", one_key_too_many)
+    assert "not finite" in str(gate.refusal(chooser))
