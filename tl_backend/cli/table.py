@@ -223,13 +223,13 @@ def _config_words(row: Row) -> str:
 
 
 def _words(values: Any) -> str:
-    """A config in words: its numbers by name, what is off left out."""
+    """A config in words: its numbers by name, without options that are as nearly always."""
     found = []
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
         if dataclasses.is_dataclass(value):
             found.append(_words(value))
-        elif value is not False:
+        elif value != field.default:
             found.append(field.name if value is True else f"{field.name} {value}")
     return ", ".join(found)
 
