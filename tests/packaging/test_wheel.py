@@ -51,6 +51,7 @@ def metadata(installed: Path) -> importlib.metadata.Distribution:
 def test_every_module_is_in_it(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("tl_backend/")}
     kept = {str(path.relative_to(ROOT)) for path in (ROOT / "tl_backend").rglob("*.py")} | {"tl_backend/py.typed"}
+    kept |= {str(path.relative_to(ROOT)) for path in (ROOT / "tl_backend" / "tables").glob("*.json")}
     assert packed >= kept, f"missing: {sorted(kept - packed)}; a folder without __init__.py is no package"
 
 
@@ -63,15 +64,22 @@ def test_is_pure_python_and_carries_its_licence(wheel: Path) -> None:
 def test_metadata(metadata: importlib.metadata.Distribution) -> None:
     assert metadata.metadata["Name"] == "tl-backend"
     assert metadata.metadata["Requires-Python"] == ">=3.10"
-    assert [need for need in metadata.requires or [] if "extra ==" not in need] == ["tilelang>=0.1.12"]
-    assert set(metadata.metadata.get_all("Provides-Extra") or []) == {"vllm", "cpu", "dev"}
+    needs = [need for need in metadata.requires or [] if "extra ==" not in need]
+    assert sorted(needs) == ["pydantic>=2.7", "rich>=13", "tilelang>=0.1.12", "typer>=0.12"]
+    assert set(metadata.metadata.get_all("Provides-Extra") or []) == {"vllm", "cpu", "plot", "dev"}
     assert "vllm<0.34,>=0.32" in str(metadata.requires)
 
 
-def test_entry_point(metadata: importlib.metadata.Distribution) -> None:
-    [point] = metadata.entry_points
-    assert (point.group, point.name) == ("vllm.general_plugins", "tilelang")
-    assert point.value == "tl_backend.vllm_plugin.register:register"
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("vllm.general_plugins", "tilelang", "tl_backend.vllm_plugin.register:register"),
+        ("console_scripts", "tl-backend", "tl_backend.cli.app:main"),
+    ],
+)
+def test_entry_point(metadata: importlib.metadata.Distribution, group: str, name: str, value: str) -> None:
+    [point] = [point for point in metadata.entry_points if point.group == group]
+    assert (point.name, point.value) == (name, value)
     assert callable(point.load())
 
 
