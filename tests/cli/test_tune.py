@@ -69,6 +69,13 @@ def test_a_search_becomes_the_active_table_and_is_not_done_twice(small: Path) ->
         assert "cpu generation 1" in source
         assert source.startswith("family default") == (phase not in rows)
 
+    once_more = run(*SPECS, "--json")
+    assert once_more.exit_code == 0, once_more.output
+    found = json.loads(once_more.stdout)
+    assert (found["problems"], found["table"]) == ([], None)
+    assert "Everything was there" in found["note"]
+    assert once_more.stderr.count("all 2 entries are there") == 2
+
     again = run(*SPECS, "--out", str(small / "file.json"))
     assert again.exit_code == 0, again.output
     assert "4 known from before" in again.stderr

@@ -18,7 +18,9 @@ from tl_backend.settings import Settings
 
 if TYPE_CHECKING:
     from tl_backend.configs.table import Table
+    from tl_backend.device import DeviceSpec
     from tl_backend.problem import AttentionProblem
+    from tl_backend.tuner.store import Store
     from tl_backend.tuner.tune import Result
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it.
@@ -40,7 +42,9 @@ def tune(
     budget: Annotated[
         float | None, typer.Option("--budget", min=1, metavar="SECONDS", help="Stop in order after so long.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what earlier searches have found.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget what earlier searches and the table have found.")
+    ] = False,
     promote: Annotated[bool, typer.Option("--promote", help="Make the new table the active one.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write this table file instead of a generation.")
@@ -58,7 +62,8 @@ def tune(
 ) -> None:
     """Search the best kernel configs on this machine's GPU, and keep them as a table for this kind of GPU.
 
-    An interrupted search goes on where it was when the command is given again.
+    An interrupted search goes on where it was when the command is given again. What the active table (or --out's) has
+    is not searched again, and problems that differ from its in head counts alone try only what was best there.
 
     Example: tl-backend tune --problem 32/8,D128,page16,bfloat16 --promote
     """
@@ -79,18 +84,19 @@ def tune(
     from tl_backend.tuner.tune import tune as search
 
     store = Store(Settings.from_env().table_dir)
-    options = Options(kinds=kinds, budget_s=budget, fresh=fresh, processes=processes)
+    base, note = _base(store, out, device)
+    options = Options(kinds=kinds, budget_s=budget, fresh=fresh, base=base, processes=processes)
     try:
         result = search(problems, device, store.folder, Progress(progress()), options)
     except KeyboardInterrupt:
         progress().print("Interrupted. The same command goes on from here.")
         raise typer.Exit(INTERRUPTED) from None
-    written = _write(result, store, out, promote=promote)
+    written = {"note": note} | _write(result, store, out, base, promote=promote)
     if json:
         print_json(document(result) | written)
     else:
         show(result, written)
-    if all(tuned.outcome.failed for tuned in result.problems):
+    if result.problems and all(tuned.outcome.failed for tuned in result.problems):
         raise typer.Exit(NOTHING_FOUND)
 
 
@@ -146,28 +152,40 @@ def _check_options(*, dry_run: bool, generate: bool, arch: str | None, promote: 
             raise InvalidInputError(describe(subject, value="given", limit=limit, remedy=remedy))
 
 
-def _write(result: Result, store: Any, out: Path | None, *, promote: bool) -> dict[str, Any]:
-    """Keep the entries; what was written where."""
+def _base(store: Store, out: Path | None, device: DeviceSpec) -> tuple[Table | None, str | None]:
+    """The table that the search goes on from and is merged with, and why there is none where one was expected."""
+    import torch
+
     from tl_backend.configs.generations import read_active
+    from tl_backend.configs.identity import device_identity
     from tl_backend.configs.table import read_table
-    from tl_backend.tuner.entries import table_of, toolchain_of
+    from tl_backend.measure.results import environment
+    from tl_backend.tuner.entries import toolchain_of
+
+    identity = device_identity(device)
+    if out is None:
+        base = read_active(store.folder, identity)
+    else:
+        base = read_table(out, device=identity) if out.exists() else None
+    here = toolchain_of(environment(torch.device("cuda" if device.is_gpu else "cpu")))
+    if base is None or base.toolchain == here:
+        return base, None
+    return None, f"{len(base.rows)} rows of {base.label} are left out: they are of another toolchain. Tune them again."
+
+
+def _write(result: Result, store: Store, out: Path | None, base: Table | None, *, promote: bool) -> dict[str, Any]:
+    """Keep the entries; what was written where."""
+    from tl_backend.tuner.entries import table_of
     from tl_backend.tuner.store import write_table
 
     entries = [tuned.entries for tuned in result.problems]
     if not any(found.rows or found.settled for found in entries):
-        return {"table": None, "note": "Nothing was finished, so nothing was written."}
-    if out is None:
-        base = read_active(store.folder, result.device)
-    else:
-        base = read_table(out, device=result.device) if out.exists() else None
-    note = None
-    if base is not None and base.toolchain != toolchain_of(result.environment):
-        note = f"{len(base.rows)} rows of {base.label} are left out: they are of another toolchain. Tune them again."
-        base = None
+        why = "Everything was there" if result.known and not result.problems else "Nothing was finished"
+        return {"table": None, "note": f"{why}, so nothing was written."}
     table: Table = table_of(entries, result.device, result.environment, base=base)
     if out is not None:
         write_table(out, table)
-        return {"table": out, "rows": len(table.rows), "hash": table.content_hash, "note": note}
+        return {"table": out, "rows": len(table.rows), "hash": table.content_hash}
     generation = store.write_generation(table)
     if promote:
         store.promote(result.device, generation)
@@ -176,5 +194,4 @@ def _write(result: Result, store: Any, out: Path | None, *, promote: bool) -> di
         "active": promote,
         "rows": len(table.rows),
         "hash": table.with_generation(generation).content_hash,
-        "note": note,
     }

@@ -33,7 +33,12 @@ def distinct(problems: Iterable[AttentionProblem]) -> tuple[AttentionProblem, ..
 
 def anchor_class(problem: AttentionProblem) -> ProblemKey:
     """What problems have in common whose best tiles are alike: all but their head counts."""
-    return dataclasses.replace(ProblemKey.of(problem), num_q_heads=1, num_kv_heads=1)
+    return class_of(ProblemKey.of(problem))
+
+
+def class_of(key: ProblemKey) -> ProblemKey:
+    """The anchor class of problems with this key."""
+    return dataclasses.replace(key, num_q_heads=1, num_kv_heads=1)
 
 
 def shape(config: Config) -> Config:

@@ -14,8 +14,9 @@ import torch
 
 from tl_backend.configs.choice import KINDS, Config
 from tl_backend.configs.identity import DeviceIdentity, device_identity
-from tl_backend.configs.key import ProblemKey
+from tl_backend.configs.regime import Regime
 from tl_backend.configs.space import space
+from tl_backend.configs.table import Table
 from tl_backend.configs.words import format_problem
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, describe
@@ -32,6 +33,7 @@ from tl_backend.tuner.journal import Journal, journal_path
 from tl_backend.tuner.kernels import Kernels
 from tl_backend.tuner.progress import Progress
 from tl_backend.tuner.regimes import Case, cases
+from tl_backend.tuner.resume import known_finalists, known_regimes
 from tl_backend.tuner.search import search
 from tl_backend.tuner.state import State
 from tl_backend.tuner.worker import begin
@@ -45,6 +47,7 @@ class Options:
         kinds: of kernels.
         budget_s: seconds for everything; None for as long as it takes.
         fresh: forget what earlier searches have found.
+        base: a table of this device and toolchain: what it has is not searched again, unless ``fresh``.
         processes: that compile; None for one a core.
         compile_timeout_s, watchdog_s: after which a compiler, and the device, is taken for hung.
         serve: what the device process does.
@@ -53,6 +56,7 @@ class Options:
     kinds: tuple[str, ...] = KINDS
     budget_s: float | None = None
     fresh: bool = False
+    base: Table | None = None
     processes: int | None = None
     compile_timeout_s: float = TIMEOUT_S
     watchdog_s: float = WATCHDOG_S
@@ -76,6 +80,7 @@ class Result:
     Attributes:
         problems: in their order; where the time was up, not all that were asked for.
         left: problems that no time was left for.
+        known: problems of which the base had every entry.
         environment: GPU, driver, versions, date.
         seconds: of everything.
         starts: device processes; one more than candidates that took theirs along.
@@ -85,6 +90,7 @@ class Result:
     environment: dict[str, str] = field(default_factory=dict)
     problems: list[Tuned] = field(default_factory=list)
     left: list[AttentionProblem] = field(default_factory=list)
+    known: list[AttentionProblem] = field(default_factory=list)
     seconds: float = 0.0
     starts: int = 0
 
@@ -95,12 +101,14 @@ def plan_of(
     *,
     kinds: Iterable[str] = KINDS,
     finalists: Mapping[str, tuple[Config, ...]] | None = None,
+    known: frozenset[Regime] = frozenset(),
     memory_bytes: int | None = None,
 ) -> Plan:
     """What a search of a problem tries.
 
     Args:
         finalists: of the problem's anchor; None for the whole space.
+        known: regimes that need no search.
         memory_bytes: free on the device.
 
     Raises:
@@ -110,7 +118,8 @@ def plan_of(
     candidates: dict[str, tuple[Config, ...]] = {}
     where: dict[str, tuple[Case, ...]] = {}
     for kind in (kind for kind in kinds_of(problem) if kind in kinds):
-        where[kind] = cases(kind, problem, device, memory_bytes=memory_bytes)
+        possible = cases(kind, problem, device, memory_bytes=memory_bytes)
+        where[kind] = tuple(case for case in possible if case.regime not in known)
         if where[kind]:
             best = None if finalists is None else finalists.get(kind)
             candidates[kind] = (
@@ -154,12 +163,15 @@ def tune(
         process.begin()
         progress.say(f"{result.device}; {pool.processes} compiler processes; messages of processes in {log}")
         session = _Session(device, folder, progress, options, Kernels(pool), process, begun, result.environment)
-        finalists: dict[ProblemKey, dict[str, tuple[Config, ...]]] = {}
+        finalists = known_finalists(session.base)
         while waiting and not session.is_late():
             part = shares(waiting, finalists, device, options.kinds)
             problem = waiting.pop(0)
             known = finalists.get(anchor_class(problem))
             outcome = session.search(problem, known, share=part[0] / sum(part))
+            if outcome is None:
+                result.known.append(problem)
+                continue
             if known is None:
                 finalists[anchor_class(problem)] = {
                     kind: found.finalists(FINALISTS) for kind, found in outcome.kinds.items() if found.error is None
@@ -196,6 +208,7 @@ class _Session:
         self._kernels, self._process = kernels, process
         self._deadline = None if options.budget_s is None else begun + options.budget_s
         self._environment = environment
+        self.base = None if options.fresh else options.base
         # Before the tensors of the first problem are made.
         self._memory_bytes = torch.cuda.mem_get_info()[0] if device.is_gpu else None
 
@@ -204,10 +217,24 @@ class _Session:
 
     def search(
         self, problem: AttentionProblem, finalists: Mapping[str, tuple[Config, ...]] | None, *, share: float
-    ) -> Outcome:
-        """Args: share: of the time that is left, which this problem may take."""
-        options = self._options
-        plan = plan_of(problem, self._device, kinds=options.kinds, finalists=finalists, memory_bytes=self._memory_bytes)
+    ) -> Outcome | None:
+        """The outcome, or None where the base has every entry.
+
+        Args:
+            share: of the time that is left, which this problem may take.
+        """
+        options, known = self._options, known_regimes(self.base, problem)
+        plan = plan_of(
+            problem,
+            self._device,
+            kinds=options.kinds,
+            finalists=finalists,
+            known=known,
+            memory_bytes=self._memory_bytes,
+        )
+        if not plan.candidates and known:
+            self._progress.say(f"{format_problem(problem)}: all {len(known)} entries are there; --fresh searches again")
+            return None
         if not plan.candidates:
             raise InvalidInputError(
                 describe(
