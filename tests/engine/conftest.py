@@ -52,7 +52,7 @@ def run_llm(tmp_path_factory):
         with paths[2].open("wb") as log:
             child = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=500, check=False)
         assert child.returncode == 0, paths[2].read_text()[-8000:]
-        return json.loads(paths[1].read_text()), read_counts(folder / "launches")
+        return json.loads(paths[1].read_text()), read_counts(Path(env["TL_BACKEND_LAUNCH_LOG_DIR"]))
 
     return run
 
