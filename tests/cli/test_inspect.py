@@ -76,6 +76,8 @@ def test_a_config_replaces_fields_of_the_default() -> None:
         (("--kernel", "prefill", "--config", '{"block_k": 3}'), "block_k = 3; the fields are block_m (int)"),
         (("--kernel", "prefill", "--config", '{"block_m": "64"}'), "block_m = '64'"),
         (("--kernel", "prefill", "--config", '{"block_m": 24}'), "not a multiple of 16"),
+        (("--kernel", "prefill", "--config", '{"block_n": 0}'), "not a multiple of 16"),
+        (("--kernel", "prefill", "--config", '{"threads": 7}', "--arch", "sm_80"), "must generate its code for sm_80"),
         (("--kernel", "merge", "--config", '{"threads": 64}'), "merge has no choices"),
         (("--kernel", "merge", "--source", "-", "--json"), "stdout takes one of them"),
         (("--kernel", "merge", "--source", "/no/such/folder/x"), "it must be a file that can be written"),
@@ -106,3 +108,9 @@ def test_json_is_alone_on_stdout() -> None:
         [*command, "--problem", "32/8,D128,page128,bfloat16", "--json"], capture_output=True, text=True, check=True
     )
     assert json.loads(answer.stdout)["code"]["tma_loads"] == 4
+
+
+def test_a_field_that_is_tilelangs_choice_by_default_can_be_given() -> None:
+    answer = run("--kernel", "prefill", "--arch", "gfx942", "--config", '{"coalesced_width": 4}', "--json")
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["config"]["coalesced_width"] == 4

@@ -181,3 +181,28 @@ def test_carry(store: Store, tmp_path: Path) -> None:
     assert answer("validate", str(out))[0]["valid"]
     assert table("carry", str(out), "nvidia_h100_nvl", "--out", str(tmp_path / "x.json")).exit_code == 2
     assert not (tmp_path / "x.json").exists()
+
+
+def test_brackets_are_no_styles(store: Store, tmp_path: Path) -> None:
+    """A driver's name, and what stands in a bad file, are shown as they are."""
+    odd = make_table(ROW)
+    odd = Table.make(
+        device=odd.device, toolchain=odd.toolchain, rows=odd.rows,
+        provenance=odd.provenance.model_copy(update={"gpu": "GPU [/x]"}),
+    )  # fmt: skip
+    store.write_generation(odd)
+    (store.folder / "cpu" / "active").write_bytes(b"[/red]")
+    listed = table("list")
+    assert listed.exit_code == 0
+    assert "GPU [/x]" in listed.stdout
+    assert "[/red]" in listed.stdout
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    listed = table("list")
+    assert listed.exit_code == 2
+    assert "Permission denied; it has to be a folder that can be read" in listed.stderr

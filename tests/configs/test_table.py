@@ -16,13 +16,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.tables import DAY, LLAMA, MEASURED, make_row, make_table, regime, reseal
-from tl_backend.configs.choice import default_config
+from tl_backend.configs.choice import KINDS, default_config
+from tl_backend.configs.generations import read_shipped
 from tl_backend.configs.identity import KNOWN, DeviceIdentity, spec_of
 from tl_backend.configs.key import ProblemKey
+from tl_backend.configs.models import problems
 from tl_backend.configs.rows import Measured, Modelled, Ratio, Row, Settled, stored
 from tl_backend.configs.table import MAX_TABLE_BYTES, Provenance, Table, Toolchain, dump_table, parse_table, read_table
 from tl_backend.errors import TableError
 from tl_backend.testing.cases import make_problem
+from tl_backend.tuner.regimes import cases
 
 ROWS = (make_row(at=regime("decode")), make_row(at=regime("prefill", 2000, 2000)))
 SETTLED = Settled(problem=ProblemKey.of(LLAMA), regime=regime("extend", 100, 5000), us=12.5)
@@ -185,7 +188,7 @@ def test_malformed_tables_are_one_clear_error(change: str) -> None:
         (DATA.replace(b'"threads"', b'"block_m"', 1), "the key 'block_m' twice in one object"),
         (DATA.replace(b"50.5", b"NaN", 1), "NaN, which JSON does not have"),
         (DATA.replace(b"50.5", b"-Infinity", 1), "-Infinity, which JSON does not have"),
-        (DATA.replace(b"50.5", b"1e999", 1), "us = inf; Input should be a finite number"),
+        (DATA.replace(b"50.5", b"1e999", 1), "no JSON: .*1e999.*, which no float64 holds"),
         (DATA.replace(b"50.5", b"50.25", 1), "got content_hash .*; its content has .*: it was changed"),
         (DATA + b" " * MAX_TABLE_BYTES, f"bytes; {MAX_TABLE_BYTES} bytes at most"),
     ],
@@ -211,6 +214,40 @@ def test_an_unknown_family_costs_its_row_and_not_its_table() -> None:
     table = parse_table(reseal(document), "file.json")
     assert table.rows[0].config.values is None
     assert parse_table(dump_table(table), "again.json") == table
+
+
+def test_a_number_of_an_unknown_family_has_to_be_finite() -> None:
+    """Nothing else looks at it, and no hash can be made of infinity."""
+    document = json.loads(DATA)
+    document["rows"][0]["config"] = {"family": "hopper", "kind": "decode", "ratio": 1.5}
+    with pytest.raises(TableError, match=r"1e999.*, which no float64 holds"):
+        parse_table(reseal(document).replace(b"1.5", b"1e999"), "file.json")
+
+
+def test_a_table_of_the_whole_list_is_read() -> None:
+    """Each class of the models that a file of ours names, in each regime that a search measures."""
+    spec = spec_of(TABLE.device)
+    rows = {
+        (ProblemKey.of(problem), case.regime): make_row(at=case.regime).model_copy(
+            update={"problem": ProblemKey.of(problem)}
+        )
+        for problem in problems().values()
+        for kind in KINDS
+        for case in cases(kind, problem, spec)
+    }
+    data = dump_table(make_table(*rows.values()))
+    assert len(rows) > 1000
+    assert 4 * len(data) < MAX_TABLE_BYTES
+    assert len(parse_table(data, "file.json").rows) == len(rows)
+
+
+def test_a_shipped_table_that_cannot_be_read_is_a_table_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(TableError, match=r"nvidia_h200\.json: got Permission denied"):
+        read_shipped(TABLE.device)
 
 
 def test_an_older_file_without_a_field_that_was_added_is_read() -> None:

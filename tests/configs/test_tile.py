@@ -55,6 +55,8 @@ def test_shared_memory() -> None:
     [
         ({"block_m": 24}, "tile 24 x 64 is not a multiple of 16 x 16"),
         ({"block_n": 8}, "tile 128 x 8 is not a multiple"),
+        ({"block_n": 0}, "tile 128 x 0 is not a multiple"),
+        ({"threads": 0}, "0 threads; at least 1"),
         ({"heads_per_tile": 0}, "0 heads in a tile of 128 rows and a group of 4"),
         ({"heads_per_tile": 5}, "5 heads in a tile of 128 rows and a group of 4"),
         ({"num_stages": 9}, "bytes of shared memory; sm_90 has 232448"),

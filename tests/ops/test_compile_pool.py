@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.tuner import planted
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.device import DeviceSpec
-from tl_backend.ops.compile_pool import Compiled, CompilePool, num_processes
+from tl_backend.errors import EnvironmentProblemError
+from tl_backend.ops.compile_pool import Compiled, CompilePool, _available_bytes, num_processes
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.prefill import prefill_key
 from tl_backend.testing.cases import make_problem
@@ -75,3 +77,29 @@ def test_memory_bounds_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tl_backend.ops.compile_pool._available_bytes", lambda: 1 << 20)
     assert num_processes(8) == 1
     assert num_processes() >= 1
+
+
+def test_a_process_that_cannot_start_ends_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit of processes: the kernels have errors, and so have those that are asked for later."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise EnvironmentProblemError("process: no more of them")
+
+    monkeypatch.setattr("tl_backend.ops.compile_pool.Child", refuse)
+    with CompilePool(processes=2) as pool:
+        for block_n in (16, 32):
+            pool.add([key(planted.FINE, block_n)])
+            assert pool.results.get(timeout=60).error == "not compiled: process: no more of them"
+        monkeypatch.undo()
+        monkeypatch.setattr(pool, "_serve", planted.compile_with_faults)
+        pool.add([key(planted.FINE, 48)])
+        assert pool.results.get(timeout=60).error is None
+
+
+def test_files_that_were_read_take_no_memory_from_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A control group counts the weights of a model that were read as used, and gives them up when asked."""
+    monkeypatch.setattr("tl_backend.ops.compile_pool.CONTROL_GROUP", str(tmp_path))
+    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{3 << 30}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {1 << 20}\ninactive_file {2 << 20}\nactive_file 5\n")
+    assert _available_bytes() == 2 << 20

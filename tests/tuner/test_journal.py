@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,11 @@ def test_a_last_line_that_was_cut_off_is_dropped(tmp_path: Path, cut: int) -> No
     assert (tmp_path / "j").read_bytes() == whole
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00\xff\n", b"[1]\n", b'{"event": "search"}\n{"event": "found"}\n'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00\xff\n", b"[1]\n", b'{"event": "search"}\n{"event": "found"}\n', b"[" * 200000],
+    ids=["empty", "bytes", "a list", "another search", "deep"],
+)
 def test_a_file_of_something_else_is_begun_anew(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "j").write_bytes(content)
     with Journal(tmp_path / "j", IDENTITY) as journal:
@@ -67,3 +73,20 @@ def test_each_identity_has_its_file(tmp_path: Path) -> None:
     others = [IDENTITY | {"problem": 2}, IDENTITY | {"kernels": "x"}, IDENTITY]
     assert len({journal_path(tmp_path, identity) for identity in others}) == 3
     assert journal_path(tmp_path, IDENTITY) == journal_path(tmp_path, dict(reversed(IDENTITY.items())))
+
+
+def test_a_full_disk_is_one_clear_error_and_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def fill(descriptor: int, data: bytes) -> int:
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:20])
+
+    with Journal(tmp_path / "j", IDENTITY) as journal:
+        journal.add("found", value=1)
+        with monkeypatch.context() as patch, pytest.raises(EnvironmentProblemError, match="No space left on device"):
+            patch.setattr(os, "write", fill)
+            journal.add("found", value=2)
+    with Journal(tmp_path / "j", IDENTITY) as journal:
+        assert [line["value"] for line in journal.events("found")] == [1]

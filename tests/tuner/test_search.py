@@ -158,3 +158,13 @@ def test_a_default_that_is_wrong_ends_its_kind(tmp_path: Path) -> None:
     assert "relative RMS" in str(found.kinds["decode"].error)
     assert found.failed
     assert not found.kinds["decode"].complete
+
+
+def test_a_default_that_failed_is_tried_again(tmp_path: Path) -> None:
+    """A compiler that was missing, or a full disk, would else be remembered after it is mended."""
+    what = plan(faults=(planted.WRONG,))
+    decodes = {"candidates": {"decode": what.candidates["decode"]}, "cases": {"decode": what.cases["decode"]}}
+    search(tmp_path, replace(what, **decodes))
+    found, _, process = search(tmp_path, replace(what, **decodes))
+    assert process.starts == 1
+    assert "relative RMS" in str(found.kinds["decode"].error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,7 @@ from tl_backend.configs.generations import (
 from tl_backend.configs.table import read_table
 from tl_backend.errors import EnvironmentProblemError, InvalidInputError, TableError
 from tl_backend.tuner import store as store_module
-from tl_backend.tuner.store import Store
+from tl_backend.tuner.store import Store, write_table
 
 TABLE = make_table(make_row(), make_row(at=regime("prefill", 100, 100)))
 SPAWN = multiprocessing.get_context("spawn")
@@ -171,3 +172,15 @@ def test_files_that_are_no_generation_are_left_alone(tmp_path: Path) -> None:
     assert generations(folder) == []
     assert Store(tmp_path).write_generation(TABLE) == 1
     assert len(list(folder.iterdir())) == 8
+
+
+def test_a_full_disk_keeps_no_half_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store_module.os, "fsync", fill)
+    with pytest.raises(EnvironmentProblemError, match="No space left on device"):
+        Store(tmp_path).write_generation(TABLE)
+    with pytest.raises(EnvironmentProblemError, match="No space left on device"):
+        write_table(tmp_path / "out.json", TABLE)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]

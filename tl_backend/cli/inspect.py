@@ -156,12 +156,27 @@ def kernel_key(kind: str, problem: AttentionProblem, device: DeviceSpec, config:
 
 
 def inspect_kernel(key: KernelKey, *, compiles: bool = True) -> Inspection:
-    """Generate and read the code of a kernel; compile it, if a compiler is here."""
+    """Generate and read the code of a kernel; compile it, if a compiler is here.
+
+    Raises:
+        UnsupportedError: TileLang generates no code of its config.
+    """
     from tl_backend.ops.code_report import code_report
     from tl_backend.ops.codegen import generate
     from tl_backend.ops.target_compiler import compile_for_target
 
-    generated = generate(key)
+    try:
+        generated = generate(key)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise UnsupportedError(
+            describe(
+                f"config {key.config}",
+                value=f"{type(error).__name__}: {lines[-1]}",
+                limit=f"TileLang must generate its code for {key.device.arch}",
+                remedy="Choose another config.",
+            )
+        ) from error
     code = code_report(generated.source)
     compiled, reason = None, None
     if compiles and key.device.is_gpu:
@@ -223,7 +238,8 @@ def _changes(config: str | None) -> dict[str, Any]:
 
 def _changed(default: T, changes: Mapping[str, Any]) -> T:
     """The default with fields replaced, each by a value of its type."""
-    types = {field.name: type(getattr(default, field.name)) for field in fields(default)}  # type: ignore[arg-type]
+    values = {field.name: getattr(default, field.name) for field in fields(default)}  # type: ignore[arg-type]
+    types = {name: int if value is None else type(value) for name, value in values.items()}  # None: TileLang's choice.
     for name, value in changes.items():
         if name not in types or type(value) is not types[name] or (types[name] is int and value < 0):
             said = ", ".join(f"{field} ({kind.__name__})" for field, kind in types.items())

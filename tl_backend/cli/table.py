@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table as Grid
 
 from tl_backend.cli.output import JsonOption, people, print_json
@@ -53,11 +54,11 @@ def list_tables(json: JsonOption = False) -> None:
     for item in tables:
         table = item.table
         if table is None:
-            grid.add_row(item.target, "bad", "", "", str(item.problem), "")
+            grid.add_row(escape(item.target), "bad", "", "", escape(str(item.problem)), "")
         else:
             where = f"{table.provenance.date}, {table.provenance.gpu}"
             words = (str(len(table.rows)), table.content_hash[:8], where, table.toolchain.tilelang)
-            grid.add_row(item.target, "yes" if item.active else "", *words)
+            grid.add_row(escape(item.target), "yes" if item.active else "", *map(escape, words))
     people().print(grid if tables else f"No table, neither shipped nor in {user_folder()}.")
 
 
@@ -70,10 +71,10 @@ def show(target: TargetArgument = "", json: JsonOption = False) -> None:
         return
     console = people()
     toolchain = ", ".join(f"{name} {version}" for name, version in table.toolchain.model_dump().items() if version)
-    console.print(f"{table.label}: {table.device}", f"{toolchain}; {table.provenance.date}", sep="\n")
+    console.print(f"{table.label}: {table.device}", f"{toolchain}; {table.provenance.date}", sep="\n", markup=False)
     grid = Grid("row", "problem", "regime", "config", "x default", "us")
     for number, row in enumerate(table.rows, start=1):
-        grid.add_row(str(number), str(row.problem), str(row.regime), _config_words(row), *_figure_words(row))
+        grid.add_row(str(number), str(row.problem), str(row.regime), escape(_config_words(row)), *_figure_words(row))
     for entry in table.settled:
         grid.add_row("", str(entry.problem), str(entry.regime), "the default is the best", "1.00", f"{entry.us:.1f}")
     console.print(grid)

@@ -101,17 +101,34 @@ def table_of(target: str) -> Table:
 
 
 def listed() -> list[Listed]:
-    """Every table of the user's and every shipped one."""
+    """Every table of the user's and every shipped one.
+
+    Raises:
+        TableError: the user's folder cannot be read.
+    """
     folder = user_folder()
-    folders = (
-        [] if folder is None or not folder.is_dir() else sorted(path for path in folder.iterdir() if path.is_dir())
-    )
-    found = [table for path in folders for table in _generations(path)]
+    found = [table for path in _folders(folder) for table in _generations(path)]
     served = {table.target.partition("@")[0] for table in found if table.active}
     for device in KNOWN:
         table = _listed(f"{device.name}@{SHIPPED}", device.name not in served, partial(read_shipped, device))
         found += [table] if table.table or table.problem else []
     return found
+
+
+def _folders(folder: Path | None) -> list[Path]:
+    try:
+        return [] if folder is None else sorted(path for path in folder.iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise TableError(
+            describe(
+                f"folder of tables {folder}",
+                value=error.strerror or error,
+                limit="it has to be a folder that can be read",
+                remedy="Set TL_BACKEND_TABLE_DIR to one.",
+            )
+        ) from None
 
 
 def _generations(folder: Path) -> list[Listed]:

@@ -107,4 +107,17 @@ def read_shipped(device: DeviceIdentity) -> Table | None:
         TableError: it cannot be read, is malformed, or another device's.
     """
     file = importlib.resources.files("tl_backend") / "tables" / f"{device.name}.json"
-    return parse_table(file.read_bytes(), str(file), device=device) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise TableError(
+            describe(
+                f"table {file}",
+                value=error.strerror or error,
+                limit="it has to be a file that can be read",
+                remedy="Install tl-backend so that this user can read it.",
+            )
+        ) from None
+    return parse_table(data, str(file), device=device)

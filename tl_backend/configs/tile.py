@@ -79,11 +79,13 @@ class TileConfig:
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """Why this config cannot run, or None."""
+        if min(self.block_m, self.block_n) < 16 or self.block_m % 16 or self.block_n % 16:
+            return f"tile {self.block_m} x {self.block_n} is not a multiple of 16 x 16, the matrix instruction's shape"
+        if self.threads < 1:
+            return f"{self.threads} threads; at least 1"
         needed, limit = self.shared_memory(problem, device), device.shared_memory_per_block
         if device.is_gpu and needed > limit:
             return f"needs {needed} bytes of shared memory; {device.arch} has {limit}"
-        if self.block_m % 16 or self.block_n % 16:
-            return f"tile {self.block_m} x {self.block_n} is not a multiple of 16 x 16, the matrix instruction's shape"
         if not 1 <= self.heads_per_tile <= min(self.block_m, problem.group_size):
             return f"{self.heads_per_tile} heads in a tile of {self.block_m} rows and a group of {problem.group_size}"
         return self._illegal_order(problem) or self._illegal_access(problem, device)

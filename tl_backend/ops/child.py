@@ -7,11 +7,11 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tl_backend.errors import TLBackendError
+from tl_backend.errors import EnvironmentProblemError, TLBackendError, describe
 
 # A process in the middle of a driver's call dies when that ends: nobody waits for it for ever.
 KILL_S = 30.0
@@ -32,14 +32,29 @@ class Child:
     Args:
         serve: importable by name.
         log: file that what the child prints is appended to. Default: where the parent's goes.
+
+    Raises:
+        EnvironmentProblemError: no process can be started.
     """
 
     def __init__(self, serve: Serve, *, log: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(serve, theirs, log), daemon=True)
-        self._process.start()
-        theirs.close()
+        try:
+            self._process.start()
+        except OSError as error:
+            self.connection.close()
+            raise EnvironmentProblemError(
+                describe(
+                    "process",
+                    value=error,
+                    limit="this user must be able to start one more",
+                    remedy="Raise the limit of processes or memory, of `ulimit` or of the container.",
+                )
+            ) from error
+        finally:
+            theirs.close()
 
     @property
     def pid(self) -> int:
@@ -73,19 +88,20 @@ class Child:
 
     def kill(self) -> None:
         """End the child and what it has started, at once."""
-        if self._process.is_alive():
-            # Its session, if it has come so far; a compiler would outlive it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.kill()
+        if self.connection.closed:
+            return  # Its number may be another's by now.
+        # Its session, if it has come so far: a compiler would outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join(KILL_S)
         self.connection.close()
 
     def _death(self) -> str:
-        self._process.join(5)  # Its pipe ended; it may still be on its way out.
+        ended = wait([self._process.sentinel], 5)  # Its pipe ended; it may still be on its way out.
+        self.kill()  # Before anything asks for its code: until then nobody else can have its number.
         code = self._process.exitcode
-        self.kill()
-        if code is None:
+        if not ended or code is None:
             return "closed its pipe and did not end; killed"
         if code >= 0:
             return f"exited with code {code}"

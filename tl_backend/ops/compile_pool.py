@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from tl_backend.errors import TLBackendError
+from tl_backend.errors import EnvironmentProblemError, TLBackendError
 from tl_backend.ops.child import Child, ChildLostError, Serve
 from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.ops.launcher import Artifact
@@ -26,6 +26,7 @@ TIMEOUT_S = 120.0
 START_S = 180.0  # Imports from a cold disk.
 # Compilers take every core; whoever waits for their kernels, and measures meanwhile, goes first.
 NICENESS = 5
+CONTROL_GROUP = "/sys/fs/cgroup"
 # Processes that die one after another before any kernel comes out: then it is not the kernels' fault.
 MAX_DEATHS = 8
 
@@ -63,9 +64,11 @@ def _available_bytes() -> int:
     """Memory that this process may still take, by the machine and by its control group."""
     memory = (line.split() for line in _lines("/proc/meminfo"))
     found = [int(words[1]) * 1024 for words in memory if words[0] == "MemAvailable:"]
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    limit, used = _lines(f"{CONTROL_GROUP}/memory.max"), _lines(f"{CONTROL_GROUP}/memory.current")
     if limit and used and limit[0].isdigit():
-        found.append(int(limit[0]) - int(used[0]))
+        # What was read of files counts as used until somebody needs the memory: a model's weights fill it.
+        parts = dict(line.split() for line in _lines(f"{CONTROL_GROUP}/memory.stat"))
+        found.append(int(limit[0]) - int(used[0]) + int(parts.get("inactive_file", 0)))
     return min(found, default=1 << 40)
 
 
@@ -164,12 +167,12 @@ class CompilePool:
                 for connection in [c for c, job in jobs.items() if job.deadline <= now]:
                     self._collect(jobs.pop(connection), idle)
                 if self._deaths >= MAX_DEATHS:
-                    self._give_up([])
+                    self._give_up([], f"{self._deaths} compiler processes died in a row")
         finally:
             for child in [*idle, *(job.child for job in jobs.values())]:
                 child.kill()
             # Whoever waits for an outcome gets one.
-            self._give_up([job.key for job in jobs.values() if job.key is not None])
+            self._give_up([job.key for job in jobs.values() if job.key is not None], "the pool was closed")
 
     def _hand_out(self, jobs: dict[Connection, _Job], idle: list[Child]) -> None:
         while idle:
@@ -187,7 +190,12 @@ class CompilePool:
             jobs[child.connection] = _Job(child, key, time.monotonic() + self._timeout_s)
         starting = sum(job.key is None for job in jobs.values())
         for _ in range(min(self.processes - len(jobs), len(self._waiting) - starting)):
-            child = Child(self._serve, log=self._log)
+            try:
+                child = Child(self._serve, log=self._log)
+            except EnvironmentProblemError as error:
+                if not jobs:  # Else those at work go on with what waits.
+                    self._give_up([], str(error))
+                return
             jobs[child.connection] = _Job(child, None, time.monotonic() + START_S)
 
     def _collect(self, job: _Job, idle: list[Child]) -> None:
@@ -207,12 +215,12 @@ class CompilePool:
             artifact, error = answer
             self.results.put(Compiled(job.key, artifact, error, time.monotonic() - begun))
 
-    def _give_up(self, keys: list[KernelKey]) -> None:
+    def _give_up(self, keys: list[KernelKey], reason: str) -> None:
         with self._lock:
             keys = [*keys, *self._waiting]
             self._waiting.clear()
         for key in keys:
-            self.results.put(Compiled(key, None, f"not compiled: {self._deaths} compiler processes died in a row", 0.0))
+            self.results.put(Compiled(key, None, f"not compiled: {reason}", 0.0))
         self._deaths = 0
 
 

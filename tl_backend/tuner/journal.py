@@ -65,14 +65,7 @@ class Journal:
                 self._file.truncate(0)
                 self._append(header)
         except OSError as error:
-            raise EnvironmentProblemError(
-                describe(
-                    "journal",
-                    value=error,
-                    limit=f"{path} must be writable",
-                    remedy="Set TL_BACKEND_TABLE_DIR to a folder that is.",
-                )
-            ) from error
+            raise self._unwritable(error) from error
 
     def __enter__(self) -> Journal:
         return self
@@ -85,13 +78,31 @@ class Journal:
         return (line for line in self._lines if line["event"] == event)
 
     def add(self, event: str, **fields: Any) -> None:
-        """Append an outcome; returns when it is on disk."""
+        """Append an outcome; returns when it is on disk.
+
+        Raises:
+            EnvironmentProblemError: it cannot be written.
+        """
         self._append({"event": event, **fields})
 
+    def _unwritable(self, error: OSError) -> EnvironmentProblemError:
+        return EnvironmentProblemError(
+            describe(
+                "journal",
+                value=error,
+                limit=f"{self.path} must be writable, with room for what is found",
+                remedy="Set TL_BACKEND_TABLE_DIR to a folder that is.",
+            )
+        )
+
     def _append(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        left = memoryview(json.dumps(line).encode() + b"\n")
+        try:
+            while left:  # Without a buffer, which would be written again when the file is closed.
+                left = left[os.write(self._file.fileno(), left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from error
         self._lines.append(line)
 
     def _read(self) -> list[dict[str, Any]]:
@@ -100,7 +111,7 @@ class Journal:
         for raw in self._file:
             try:
                 line = json.loads(raw)
-            except ValueError:
+            except (ValueError, RecursionError):
                 break
             if not raw.endswith(b"\n") or not isinstance(line, dict) or "event" not in line:
                 break

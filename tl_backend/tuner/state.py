@@ -78,8 +78,13 @@ class State:
         return Candidate(kind=kind, config=self.found[kind].candidates[index], artifacts=artifacts)
 
     def refuse(self, kind: str, index: int, reason: str) -> None:
-        """Put a candidate out, for ever."""
-        self.journal.add("refused", kind=kind, config=config_key(self.found[kind].candidates[index]), reason=reason)
+        """Put a candidate out, for ever.
+
+        The default for this search alone: nothing is found without it, and what broke it (a compiler that is missing, a
+        full disk) may be mended when the search is called for again.
+        """
+        if index != DEFAULT:
+            self.journal.add("refused", kind=kind, config=config_key(self.found[kind].candidates[index]), reason=reason)
         self.progress.refused(kind, self.found[kind].candidates[index], reason)
         self.note_refusal(kind, index, reason)
 

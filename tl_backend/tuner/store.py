@@ -172,12 +172,17 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file as a whole, and wait until the disk has it."""
-    partial = path.with_name(path.name + PARTIAL)
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    # A name of its own: files that are no generation have no lock.
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:  # A full disk needs no half of a table.
+        partial.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
