@@ -83,6 +83,14 @@ def test_a_search_becomes_the_active_table_and_is_not_done_twice(small: Path) ->
     assert (small / "file.json").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TL_BACKEND_TABLE_DIR", "/dev/null/tables")
+    answer = run("--problem", "4/2,D32,page16,float32")
+    assert answer.exit_code == 2
+    assert "folder of tables /dev/null/tables" in answer.stderr
+    assert "Set TL_BACKEND_TABLE_DIR" in answer.stderr
+
+
 def test_a_dry_run_says_what_would_be_searched_on_any_device() -> None:
     answer = run(
         "--problem",

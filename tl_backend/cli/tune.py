@@ -119,7 +119,7 @@ def _problems(
         return [parse_problem(spec) for spec in specs]
     try:
         config = json_format.loads(model.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(
             describe("--model", value=error, limit="a model's config.json is needed", remedy="Pass its path.")
         ) from None

@@ -138,6 +138,19 @@ def write_table(path: Path, table: Table) -> None:
         ) from error
 
 
+def make_folder(folder: Path) -> Path:
+    """A folder among the tables, made if it is missing.
+
+    Raises:
+        EnvironmentProblemError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
 def _promoted(folder: Path) -> list[int]:
     """As ``history``; a malformed file, which the next promotion replaces, counts as none."""
     with contextlib.suppress(TableError):
@@ -160,14 +173,18 @@ def _locked(folder: Path) -> Iterator[None]:
                 leftover.unlink(missing_ok=True)
             yield
     except OSError as error:
-        raise EnvironmentProblemError(
-            describe(
-                f"folder of tables {folder}",
-                value=error.strerror or error,
-                limit="it has to be a folder that can be written and locked",
-                remedy="Set TL_BACKEND_TABLE_DIR to one.",
-            )
-        ) from error
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> EnvironmentProblemError:
+    return EnvironmentProblemError(
+        describe(
+            f"folder of tables {folder}",
+            value=error.strerror or error,
+            limit="it has to be a folder that can be written and locked",
+            remedy="Set TL_BACKEND_TABLE_DIR to one.",
+        )
+    )
 
 
 def _replace(path: Path, content: bytes) -> None:

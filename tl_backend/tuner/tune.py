@@ -36,6 +36,7 @@ from tl_backend.tuner.regimes import Case, cases
 from tl_backend.tuner.resume import known_finalists, known_regimes
 from tl_backend.tuner.search import search
 from tl_backend.tuner.state import State
+from tl_backend.tuner.store import make_folder
 from tl_backend.tuner.worker import begin
 
 
@@ -144,7 +145,7 @@ def tune(
     Raises:
         UnsupportedError: the device does not serve a problem.
         InvalidInputError: another search of a problem runs, or nothing of it fits the device.
-        EnvironmentProblemError: nothing can run on it.
+        EnvironmentProblemError: nothing can run on it, or the folder cannot be written.
     """
     options = options or Options()
     begun = time.monotonic()
@@ -153,9 +154,7 @@ def tune(
     waiting = list(distinct(problems))
     for problem in waiting:  # Before anything is searched for an hour.
         check_supported(problem, device)
-    work = folder / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    log = work / "processes.log"
+    log = make_folder(folder / "work") / "processes.log"
     with (
         CompilePool(processes=options.processes, timeout_s=options.compile_timeout_s, log=log) as pool,
         DeviceProcess(where.type, log=log, watchdog_s=options.watchdog_s, serve=options.serve) as process,
