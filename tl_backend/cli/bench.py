@@ -37,23 +37,30 @@ def bench(
         str | None,
         typer.Option("--problem", metavar="SPEC", help=f"Instead of the options of a shape: {GRAMMAR}."),
     ] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help=f"Query heads. Default: {HEADS}.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads. Default: as many.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help=f"Head size. Default: {HEAD_DIM}.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16, on a CPU float32.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, metavar="N", help=f"Query heads. Default: {HEADS}.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Key/value heads. Default: as many.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, metavar="N", help=f"Head size. Default: {HEAD_DIM}.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Default: bfloat16, on a CPU float32.")] = None,
     page_size: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Tokens of a cache's block. Default: contiguous keys; with --decode {DECODE_PAGE}."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"Tokens of a cache's block. Default: contiguous keys; with --decode {DECODE_PAGE}.",
+        ),
     ] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="The mask. Default: causal.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences.")] = 1,
     seq_lens: Annotated[
         str | None,
         typer.Option(metavar="N,N,...", help=f"Keys of a sequence. Default: {','.join(map(str, SEQ_LENS))}."),
     ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="One new token a sequence, cold L2.")] = False,
     rounds: Annotated[
-        int | None, typer.Option(min=2, help="Launches of each kernel. Default: 31, and more until ratios are settled.")
+        int | None,
+        typer.Option(
+            min=2, metavar="N", help="Launches of each kernel. Default: 31, and more until ratios are settled."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write what was measured.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it.")] = None,
@@ -62,20 +69,21 @@ def bench(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure attention beside torch SDPA, vLLM's Triton kernel, FlashAttention-3 and AITER, where they are there.
+    """Measure attention beside torch SDPA, Triton, FA3 and AITER.
+
+    Those are torch's three kernels, vLLM's Triton kernel, FlashAttention-3 of vLLM and AITER, where they are there.
 
     Every answer is checked against float64 before it is timed. Kernels take turns in one process on the same tensors.
     The roofline is this machine's: TileLang's and torch's matmul and copy, measured on the spot.
 
     Exits with 1 if this package's answer is wrong or cannot be had.
 
+    \b
     Examples:
       tl-backend bench --full --out attention.json --plot attention.png
-
-      tl-backend bench --problem 32/8,D128,page16,bf16 --decode --batch 64 --seq-lens 2048,8192
-
+      tl-backend bench --problem 32/8,D128,page16,bf16 --decode --seq-lens 2048
       tl-backend bench --from attention.json --plot attention.png
-    """
+    """  # noqa: D301 click wants the character.
     _check_targets(out, plot)
     if source is not None:
         results = _read(source)

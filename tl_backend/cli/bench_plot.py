@@ -11,7 +11,14 @@ from tl_backend.errors import EnvironmentProblemError, InvalidInputError, descri
 
 # Colour-blind safe (Okabe and Ito, "Color Universal Design"), and ours the strongest.
 OURS = "#D55E00"
-OTHERS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#666666")
+OTHERS = {
+    "sdpa-flash": "#0072B2",
+    "sdpa-cudnn": "#56B4E9",
+    "sdpa-efficient": "#009E73",
+    "triton": "#CC79A7",
+    "fa3": "#222222",
+    "aiter": "#E69F00",
+}
 NAMES = {
     TILELANG: "TileLang (this package)",
     "sdpa-flash": "torch SDPA, flash",
@@ -63,23 +70,20 @@ def _lines(axes: Any, results: dict[str, Any], rows: list[dict[str, Any]]) -> st
     is_decode = results["kind"] == "decode"
     field, unit = ("tbps", "TB/s") if is_decode else ("tflops", "TFLOP/s")
     peers = [name for name in NAMES if name in peers_of(results)]
-    for index, name in enumerate([*peers, TILELANG]):
+    for name in [*peers, TILELANG]:
         points = [(row["seq_lens"][0], row["kernels"][name][field]) for row in rows if name in row["kernels"]]
         ours = name == TILELANG
         axes.plot(
             *zip(*points, strict=True),
             label=NAMES[name],
-            color=OURS if ours else OTHERS[index % len(OTHERS)],
+            color=OURS if ours else OTHERS[name],
             linewidth=2.6 if ours else 1.6,
             marker="o" if ours else "s",
             markersize=6 if ours else 4,
             zorder=3 if ours else 2,
         )
         if ours:
-            for x, y in points:
-                axes.annotate(
-                    figure_of(y), (x, y), textcoords="offset points", xytext=(0, 8), ha="center", color=OURS, fontsize=9
-                )
+            _label(axes, points)
     ceiling = results["ceilings"]["copy_tbps" if is_decode else "matmul_tflops"]
     axes.axhline(ceiling, color="#333333", linestyle="--", linewidth=1.2, zorder=1)
     what = "device copy" if is_decode else f"{results['ceilings']['dtype']} matmul"
@@ -93,11 +97,24 @@ def _lines(axes: Any, results: dict[str, Any], rows: list[dict[str, Any]]) -> st
     return unit
 
 
+def _label(axes: Any, points: list[tuple[int, float]]) -> None:
+    """Our figures over their points; the first one on its left, where no line is."""
+    from matplotlib.patheffects import withStroke
+
+    for index, (x, y) in enumerate(points):
+        axes.annotate(
+            figure_of(y), (x, y), textcoords="offset points", xytext=(0, 9) if index else (-9, -3),
+            ha="center" if index else "right", color=OURS, fontsize=9, fontweight="bold", zorder=4,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
+
+
 def _decorate(axes: Any, results: dict[str, Any], rows: list[dict[str, Any]], unit: str) -> None:
     lengths = sorted({row["seq_lens"][0] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
     axes.minorticks_off()
+    axes.margins(x=0.09)
     axes.set_xlabel("keys of a sequence" if results["kind"] == "decode" else "sequence length")
     axes.set_ylabel(unit)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
@@ -112,8 +129,8 @@ def _decorate(axes: Any, results: dict[str, Any], rows: list[dict[str, Any]], un
         0, 1.025, f"{where}, TileLang {facts['tilelang']}, torch {facts['torch']}, {facts['date']}; higher is better",
         transform=axes.transAxes, color="#555555", fontsize=9,
     )  # fmt: skip
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[-1:] + handles[:-1], labels[-1:] + labels[:-1],
+    lines = sorted(axes.get_legend_handles_labels()[0], key=lambda line: -line.get_ydata()[-1])
+    axes.legend(  # In the order of the lines' right ends.
+        lines, [line.get_label() for line in lines],
         loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9,
     )  # fmt: skip

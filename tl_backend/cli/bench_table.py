@@ -37,8 +37,8 @@ def figure_of(rate: float) -> str:
 def show(results: dict[str, Any]) -> None:
     """Print the table, the roofline and who is not there."""
     is_decode, peers = results["kind"] == "decode", peers_of(results)
-    table = Table(title=title(results), title_justify="left")
-    for heading in ("keys", "us", "TB/s" if is_decode else "TFLOP/s", "of roofline", *(f"x {name}" for name in peers)):
+    table = Table()
+    for heading in ("keys", "us", "TB/s" if is_decode else "TFLOP/s", "of\nroof", *(_heading(name) for name in peers)):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in results["rows"]:
         own = row["kernels"].get(TILELANG)
@@ -48,19 +48,25 @@ def show(results: dict[str, Any]) -> None:
         rate = figure_of(own["tbps" if is_decode else "tflops"])
         table.add_row(
             row["name"],
-            f"{own['us']:.1f}",
+            f"{own['us']:.0f}" if own["us"] >= 1000 else f"{own['us']:.1f}",
             rate,
             f"{own['of_roofline']:.0%}",
             *(_times(row["times"].get(name)) for name in peers),
         )
     console, ceilings = people(), results["ceilings"]
+    console.print(title(results), style="bold", markup=False)  # A title of the table's would be cut to its width.
     console.print(table)
     console.print(_environment(results["environment"]), markup=False)
     for name, unit in (("matmul", "TFLOP/s"), ("copy", "TB/s")):
         rates = ", ".join(f"{program} {figure_of(rate)}" for program, rate in ceilings[name].items())
-        console.print(f"roofline, {name}: {rates} {unit}; the higher counts", markup=False)
+        console.print(f"roofline, {name}: {rates} {unit}; the higher is the roof", markup=False)
     for remark in dict.fromkeys(_remarks(results)):
         console.print(remark, markup=False)
+
+
+def _heading(peer: str) -> str:
+    """In two lines, so that five peers fit into 100 columns."""
+    return f"x {peer}".replace("-", "\n")
 
 
 def _times(ratio: dict[str, float] | None) -> str:

@@ -53,7 +53,9 @@ def doctor(
     multiprocessors: MultiprocessorsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what vLLM would use here and why: a row for each thing that decides it, with a remedy where one is needed.
+    """Say what vLLM would use here and why.
+
+    A row for each thing that decides it, with a remedy where one is needed.
 
     With --acceptance, check every kind of kernel against a reference, tune the shipped problems, and benchmark beside
     the peers that are there. Its file is meant to be sent back; an interrupted run leaves a valid one that says so.
@@ -61,13 +63,12 @@ def doctor(
     Exits with 1 if something keeps vLLM from serving with this backend, or if a part of the acceptance fails. Warnings
     do not count.
 
+    \b
     Examples:
       tl-backend doctor
-
       tl-backend doctor --acceptance mi300x.json --budget 1800
-
       tl-backend doctor --acceptance plan.json --dry-run --arch gfx942
-    """
+    """  # noqa: D301 click wants the character.
     if acceptance is not None:
         from tl_backend.cli.acceptance_command import run
 

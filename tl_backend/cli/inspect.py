@@ -61,7 +61,7 @@ class Inspection:
 
 
 def inspect(
-    kernel: Annotated[str, typer.Option(help=f"One of {', '.join(KINDS)}.")],
+    kernel: Annotated[str, typer.Option(metavar="KERNEL", help=f"One of {', '.join(KINDS)}.")],
     problem: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: 32/8,D128,page16,bfloat16.")] = None,
     arch: ArchOption = None,
     multiprocessors: MultiprocessorsOption = None,
@@ -74,13 +74,15 @@ def inspect(
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the code of a kernel for any target, and count what it does. No GPU is needed.
+    """Show the code of a kernel for any target. No GPU is needed.
 
-    Instructions, barriers, shared memory and occupancy; registers, spills and stack where a compiler for the target is
-    here. Exits with 1 if the kernel does not fit the target or has 32-bit offsets.
+    Counts instructions, barriers, shared memory and occupancy; registers, spills and stack where a compiler for the
+    target is here. Exits with 1 if the kernel does not fit the target or has 32-bit offsets.
 
-    Example: tl-backend inspect --kernel prefill --arch sm_90 --problem 32/8,D128,page128,bfloat16 --source kernel.cu
-    """
+    \b
+    Example:
+      tl-backend inspect --kernel prefill --arch sm_90 --problem 32/8,D128,page128,bfloat16
+    """  # noqa: D301 click wants the character.
     if source == "-" and as_json:
         raise InvalidInputError(
             describe("--source", value="- with --json", limit="stdout takes one of them", remedy="Name a file.")

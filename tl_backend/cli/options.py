@@ -11,6 +11,7 @@ from tl_backend.configs.identity import BY_NAME, spec_of
 from tl_backend.configs.words import EXAMPLE, GRAMMAR, format_problem, parse_problem
 from tl_backend.device import SHARED_MEMORY_PER_BLOCK, DeviceSpec
 from tl_backend.errors import InvalidInputError, describe
+from tl_backend.problem import AttentionProblem
 
 __all__ = [  # The words of a problem are for commands, too.
     "ARCHES",
@@ -19,6 +20,7 @@ __all__ = [  # The words of a problem are for commands, too.
     "ArchOption",
     "MultiprocessorsOption",
     "ProblemOption",
+    "check_runs_here",
     "device_of",
     "format_problem",
     "parse_problem",
@@ -37,7 +39,9 @@ ArchOption = Annotated[
 ]
 MultiprocessorsOption = Annotated[
     int | None,
-    typer.Option("--multiprocessors", min=1, help="SMs or compute units of --arch. Default: its largest GPU's."),
+    typer.Option(
+        "--multiprocessors", min=1, metavar="N", help="SMs or compute units of --arch. Default: its largest GPU's."
+    ),
 ]
 
 
@@ -74,3 +78,20 @@ def device_of(arch: str | None = None, multiprocessors: int | None = None) -> De
             )
         )
     return DeviceSpec.absent(name, multiprocessors=multiprocessors)
+
+
+def check_runs_here(problem: AttentionProblem, device: DeviceSpec) -> None:
+    """A GPU's dtype where no GPU is.
+
+    Raises:
+        InvalidInputError: says what to write in a problem's word, which has no --dtype.
+    """
+    if not device.is_gpu and problem.dtype not in device.dtypes:
+        raise InvalidInputError(
+            describe(
+                "problem on the CPU",
+                value=problem.dtype,
+                limit="no GPU is here, and the CPU takes float32",
+                remedy="Write float32, or name a device with --arch where the command has it.",
+            )
+        )

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
-PIPE_WIDTH = 160  # Columns where nobody can say how many there are.
+PIPE_WIDTH = 100  # Columns where nobody can say how many there are.
 
 
 def people() -> Console:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,14 @@ from tl_backend.cli.table_targets import (
 from tl_backend.configs.generations import read_shipped
 from tl_backend.configs.identity import DeviceIdentity, spec_of
 from tl_backend.configs.lookup import row_refusal
+from tl_backend.configs.regime import PHASES, Regime
 from tl_backend.configs.rows import Measured, Row, Settled
 from tl_backend.configs.table import Table
 from tl_backend.errors import TableError
 from tl_backend.tuner.modelled import carried
 from tl_backend.tuner.store import Store, write_table
 
+FAMILY = "portable"  # What kernels are of where no other family is named.
 NO = 1  # Exit code of an answer that is no.
 
 table_app = typer.Typer(
@@ -40,7 +42,10 @@ table_app = typer.Typer(
 
 @table_app.command("list", epilog="Example: tl-backend table list --json")
 def list_tables(json: JsonOption = False) -> None:
-    """The user's tables and the shipped ones, and which of them serve."""
+    """List your tables and the shipped ones, and which of them serve.
+
+    A file of yours is TL_BACKEND_TABLE_DIR/DEVICE/GENERATION.json.
+    """
     tables = listed()
     if json:
         print_json(
@@ -50,13 +55,13 @@ def list_tables(json: JsonOption = False) -> None:
             ]
         )
         return
-    grid = Grid("table", "serves", "rows", "hash", "tuned on", "TileLang")
+    grid = Grid("table", "serves", "rows", "hash", "measured on", "TileLang")
     for item in tables:
         table = item.table
         if table is None:
             grid.add_row(escape(item.target), "bad", "", "", escape(str(item.problem)), "")
         else:
-            where = f"{table.provenance.date}, {table.provenance.gpu}"
+            where = f"{_source_words(table)}, {table.provenance.date}"
             words = (str(len(table.rows)), table.content_hash[:8], where, table.toolchain.tilelang)
             grid.add_row(escape(item.target), "yes" if item.active else "", *map(escape, words))
     people().print(grid if tables else f"No table, neither shipped nor in {user_folder()}.")
@@ -64,20 +69,32 @@ def list_tables(json: JsonOption = False) -> None:
 
 @table_app.command("show", epilog="Example: tl-backend table show nvidia_h200@3")
 def show(target: TargetArgument = "", json: JsonOption = False) -> None:
-    """The rows of a table."""
+    """Show the rows of a table.
+
+    x default: how many times faster than the family's default, with its 95% interval. "modelled": not measured on this
+    device. In a regime without a row the default serves.
+    """
     table = table_of(target)
     if json:
         print_json(table.model_dump(mode="json"))
         return
     console = people()
     toolchain = ", ".join(f"{name} {version}" for name, version in table.toolchain.model_dump().items() if version)
-    console.print(f"{table.label}: {table.device}", f"{toolchain}; {table.provenance.date}", sep="\n", markup=False)
-    grid = Grid("row", "problem", "regime", "config", "x default", "us")
+    where = f"{_source_words(table)}, {table.provenance.date}; {toolchain}"
+    console.print(f"{table.label}: {table.device}", where, sep="\n", markup=False)
+    grids: dict[str, list[tuple[Any, tuple[str, ...]]]] = {}
     for number, row in enumerate(table.rows, start=1):
-        grid.add_row(str(number), str(row.problem), str(row.regime), escape(_config_words(row)), *_figure_words(row))
+        words = (str(number), str(row.regime), _config_words(row), *_figure_words(row))
+        grids.setdefault(str(row.problem), []).append((row.regime, words))
     for entry in table.settled:
-        grid.add_row("", str(entry.problem), str(entry.regime), "the default is the best", "1.00", f"{entry.us:.1f}")
-    console.print(grid)
+        best = ("", str(entry.regime), "the default is the best", "1.00", f"{entry.us:.1f}")
+        grids.setdefault(str(entry.problem), []).append((entry.regime, best))
+    for problem, lines in grids.items():
+        console.print(problem, style="bold", markup=False)
+        grid = Grid("row", "regime", "config", "x default", "us")
+        for _, line in sorted(lines, key=lambda line: _size(line[0])):
+            grid.add_row(*map(escape, line))
+        console.print(grid)
 
 
 @table_app.command("diff", epilog="Example: tl-backend table diff @2 @3")
@@ -86,7 +103,10 @@ def diff(
     new: Annotated[str, typer.Argument(metavar="NEW", help=TARGET)],
     json: JsonOption = False,
 ) -> None:
-    """What a table has otherwise than another. Exit code 1 if they differ in a device, toolchain, row or figure."""
+    """Compare two tables.
+
+    Exit code 1 if they differ in a device, toolchain, row or figure.
+    """
     tables = table_of(old), table_of(new)
     heads = {
         name: [_plain(getattr(table, name)) for table in tables]
@@ -105,10 +125,14 @@ def diff(
         console = people()
         for name, values in heads.items():
             console.print(f"{name}: {values[0]} -> {values[1]}")
-        grid = Grid("problem", "regime", old, new)
-        for key in keys:
-            grid.add_row(*map(str, key), _entry_words(before.get(key)), _entry_words(after.get(key)))
-        console.print(grid if keys else f"The same {len(before)} entries.")
+        for problem in dict.fromkeys(problem for problem, _ in keys):
+            console.print(str(problem), style="bold", markup=False)
+            grid = Grid("regime", old, new)
+            for key in sorted((key for key in keys if key[0] == problem), key=lambda key: _size(key[1])):
+                grid.add_row(str(key[1]), _entry_words(before.get(key)), _entry_words(after.get(key)))
+            console.print(grid)
+        if not keys:
+            console.print(f"The same {len(before)} entries.")
     if keys or heads:
         raise typer.Exit(NO)
 
@@ -118,7 +142,10 @@ def validate(
     targets: Annotated[list[str] | None, typer.Argument(metavar="[TARGET]...", help=f"{TARGET} Default: all.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Whether tables are well-formed, and all their rows are ones that their devices can run. Exit code 1 if not."""
+    """Check that tables are well-formed.
+
+    And that their devices can run all their rows. Exit code 1 if not.
+    """
     found: dict[str, list[str]] = {}
     if targets:
         found = {target: _problems(partial(table_of, target)) for target in targets}
@@ -137,11 +164,11 @@ def validate(
 
 @table_app.command("promote", epilog="Example: tl-backend table promote 3")
 def promote(
-    generation: Annotated[int, typer.Argument(help="As `table list` has it after the @.", min=1)],
+    generation: Annotated[int, typer.Argument(metavar="GENERATION", help="As `table list` has it after the @.", min=1)],
     device: DeviceNameOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Let a generation of the user's tables serve. Servers read it when they start."""
+    """Let a generation of your tables serve. Servers read it when they start."""
     identity = device_named(device)
     table = Store(user_folder()).promote(identity, generation)
     _say_active(identity, generation, table, json)
@@ -149,7 +176,10 @@ def promote(
 
 @table_app.command("rollback", epilog="Example: tl-backend table rollback --device nvidia_h200")
 def rollback(device: DeviceNameOption = "", json: JsonOption = False) -> None:
-    """Undo the last promotion: the one before serves again, or else the shipped table."""
+    """Undo the last promotion.
+
+    The generation before serves again, or else the shipped table.
+    """
     identity = device_named(device)
     generation = Store(user_folder()).rollback(identity)
     table = read_shipped(identity) if generation is None else table_of(f"{identity.name}@{generation}")
@@ -163,7 +193,11 @@ def carry(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the table.")],
     json: JsonOption = False,
 ) -> None:
-    """A table for a device that is not here: the rows of another one's that are believed to be best there, too."""
+    """Make a table for a device that is not here.
+
+    Of the rows of another device's table, it takes those that should be good there, too. They are marked as modelled:
+    nobody has measured them.
+    """
     table = carried(table_of(source), device_named(device))
     write_table(out, table)
     if json:
@@ -219,20 +253,25 @@ def _entry_words(entry: Row | Settled | None) -> str:
 
 
 def _config_words(row: Row) -> str:
+    from tl_backend.tuner.progress import describe_config  # Imports torch.
+
     values = row.config.values
-    return f"{row.config.family}: {'unknown here' if values is None else _words(values)}"
+    words = "unknown here" if values is None else describe_config(values)
+    return words if row.config.family == FAMILY else f"{row.config.family}: {words}"
 
 
-def _words(values: Any) -> str:
-    """A config in words: its numbers by name, without options that are as nearly always."""
-    found = []
-    for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        if dataclasses.is_dataclass(value):
-            found.append(_words(value))
-        elif value != field.default:
-            found.append(field.name if value is True else f"{field.name} {value}")
-    return ", ".join(found)
+def _size(regime: Regime) -> tuple[Any, ...]:
+    """Small regimes before large ones; a bound that is not there is the largest."""
+    sizes = (regime.query_len, regime.context_len, regime.num_requests)
+    return (PHASES.index(regime.phase), *(math.inf if size is None else size for size in sizes))
+
+
+def _source_words(table: Table) -> str:
+    """Where the figures are from."""
+    gpu = table.provenance.gpu
+    if gpu == "none":
+        return "CPU"
+    return f"not measured, {gpu.removeprefix('none: ')}" if gpu.startswith("none: ") else gpu
 
 
 def _figure_words(row: Row) -> tuple[str, str]:

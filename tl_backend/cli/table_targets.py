@@ -62,8 +62,9 @@ def device_named(name: str) -> DeviceIdentity:
     Raises:
         InvalidInputError: no device is called so.
     """
-    if name in BY_NAME:
-        return BY_NAME[name]
+    for known in (name, f"nvidia_{name}", f"amd_{name}"):
+        if known in BY_NAME:
+            return BY_NAME[known]
     here = device_identity(device_of())
     if name not in ("", here.name):
         limit = f"this machine's is {here.name}; others are {', '.join(BY_NAME)}"
@@ -91,7 +92,7 @@ def table_of(target: str) -> Table:
     if found is None:
         raise InvalidInputError(
             describe(
-                f"table {target!r}",
+                f"table {target!r}" if target else "table of this machine",
                 value=f"none of {device.name}",
                 limit="a shipped table, or one of the user's that was promoted, is needed",
                 remedy="See `tl-backend table list`; `tl-backend tune` writes one.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tl_backend.cli.options import ArchOption, MultiprocessorsOption, device_of
+from tl_backend.cli.options import ArchOption, MultiprocessorsOption, check_runs_here, device_of
 from tl_backend.cli.output import JsonOption, print_json, progress
 from tl_backend.configs.choice import KINDS
 from tl_backend.configs.models import problem_from_hf_config, shipped_now
@@ -36,21 +36,26 @@ def tune(
         Path | None, typer.Option("--model", metavar="FILE", help="A model's config.json: its layers' problems.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="The problems of the shipped tables.")] = False,
-    tp_size: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the model's heads.")] = 1,
-    page_size: Annotated[int, typer.Option("--page-size", min=16, help="Of the model's KV cache.")] = 16,
-    kind: Annotated[str | None, typer.Option("--kind", help="prefill or decode. Default: both.")] = None,
+    tp_size: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Ranks that share the model's heads.")] = 1,
+    page_size: Annotated[int, typer.Option("--page-size", min=16, metavar="N", help="Of --model's KV cache.")] = 16,
+    kind: Annotated[
+        str | None, typer.Option("--kind", metavar="KIND", help="prefill or decode. Default: both.")
+    ] = None,
     budget: Annotated[
-        float | None, typer.Option("--budget", min=1, metavar="SECONDS", help="Stop in order after so long.")
+        float | None,
+        typer.Option("--budget", min=1, metavar="SECONDS", help="Stop after so long, and keep what was found."),
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Forget what earlier searches and the table have found.")
     ] = False,
-    promote: Annotated[bool, typer.Option("--promote", help="Make the new table the active one.")] = False,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Let the new table serve at once; `table promote` does it later.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write this table file instead of a generation.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="That compile. Default: all cores.")
+        int | None, typer.Option("--processes", min=1, metavar="N", help="That compile. Default: all cores.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be searched; needs no device.")] = False,
     generate: Annotated[
@@ -60,17 +65,25 @@ def tune(
     multiprocessors: MultiprocessorsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Search the best kernel configs on this machine's GPU, and keep them as a table for this kind of GPU.
+    """Search the best kernel configs on this GPU, and keep a table of them.
 
-    An interrupted search goes on where it was when the command is given again. What the active table (or --out's) has
-    is not searched again, and problems that differ from its in head counts alone try only what was best there.
+    The table is a new generation in the folder of TL_BACKEND_TABLE_DIR, for this kind of GPU, with the rows of the
+    active one. An interrupted search goes on where it was when the command is given again. What the active table (or
+    --out's) has is not searched again, and problems that differ from its in head counts alone try only what was best
+    there.
 
-    Example: tl-backend tune --problem 32/8,D128,page16,bfloat16 --promote
-    """
+    \b
+    Examples:
+      tl-backend tune --problem 32/8,D128,page16,bfloat16 --promote
+      tl-backend tune --model /path/to/config.json --tp 2 --promote
+      tl-backend tune --all --dry-run --arch h100
+    """  # noqa: D301 click wants the character.
     problems = _problems(problem or [], model, every, tp_size, page_size)
     kinds = _kinds(kind)
     _check_options(dry_run=dry_run, generate=generate, arch=arch, promote=promote, out=out)
     device = device_of(arch, multiprocessors)
+    for one in problems:
+        check_runs_here(one, device)
     if dry_run:
         from tl_backend.cli.tune_dry_run import dry_run as rehearse
 
@@ -175,6 +188,7 @@ def _base(store: Store, out: Path | None, device: DeviceSpec) -> tuple[Table | N
 
 def _write(result: Result, store: Store, out: Path | None, base: Table | None, *, promote: bool) -> dict[str, Any]:
     """Keep the entries; what was written where."""
+    from tl_backend.configs.generations import device_folder, generation_path
     from tl_backend.tuner.entries import table_of
     from tl_backend.tuner.store import write_table
 
@@ -191,7 +205,9 @@ def _write(result: Result, store: Store, out: Path | None, base: Table | None, *
         store.promote(result.device, generation)
     return {
         "table": f"{result.device.name} generation {generation}",
+        "generation": generation,
         "active": promote,
+        "path": generation_path(device_folder(store.folder, result.device), generation),
         "rows": len(table.rows),
         "hash": table.with_generation(generation).content_hash,
     }

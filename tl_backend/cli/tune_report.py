@@ -72,7 +72,8 @@ def show(result: Result, written: dict[str, Any]) -> None:
     """For people, on stdout."""
     console = people()
     for tuned in result.problems:
-        grid = Grid("regime", "config", "us", "default us", "times default", title=format_problem(tuned.problem))
+        console.print(format_problem(tuned.problem), style="bold", markup=False)
+        grid = Grid("regime", "config", "us", "default us", "x default")
         for row in tuned.entries.rows:
             figures = _figures(row)
             gain = figures.times_default
@@ -81,10 +82,10 @@ def show(result: Result, written: dict[str, Any]) -> None:
                 _config(row),
                 f"{figures.us:.1f}",
                 f"{figures.default_us:.1f}",
-                f"{gain.median:.3f} ({gain.low:.3f} - {gain.high:.3f})",
+                f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f})",
             )
         for entry in tuned.entries.settled:
-            grid.add_row(str(entry.regime), "the default", f"{entry.us:.1f}", f"{entry.us:.1f}", "1")
+            grid.add_row(str(entry.regime), "the default", f"{entry.us:.1f}", f"{entry.us:.1f}", "1.00")
         for regime in tuned.entries.open:
             grid.add_row(regime, "not finished", "", "", "")
         console.print(grid)
@@ -92,13 +93,18 @@ def show(result: Result, written: dict[str, Any]) -> None:
             words = f"{kind}: {len(found.candidates)} candidates, {len(found.refused)} refused"
             console.print(words if found.error is None else f"{words}; {found.error}", markup=False)
         console.print(f"{tuned.outcome.seconds:.1f} s, of which the device measured {tuned.outcome.measuring_s:.1f} s.")
-    means = Grid("regime", "geomean of times default")
-    for regime, mean in _geomeans(result).items():
-        means.add_row(regime, f"{mean:.3f}")
-    console.print(means)
+    if len(result.problems) > 1:
+        means = Grid("regime", "x default, geomean")
+        for regime, mean in _geomeans(result).items():
+            means.add_row(regime, f"{mean:.3f}")
+        console.print(means)
     if result.left:
         console.print(f"No time was left for {len(result.left)} problems; the same command goes on with them.")
     if written["table"] is not None:
         console.print(f"{written['table']}: {written['rows']} rows, hash {written['hash'][:8]}", markup=False)
+        if "path" in written:
+            console.print(str(written["path"]), markup=False, soft_wrap=True)
+        if written.get("active") is False:
+            console.print(f"It does not serve yet: tl-backend table promote {written['generation']}", markup=False)
     if written["note"]:
         console.print(written["note"], markup=False)
