@@ -8,6 +8,7 @@ import torch
 from tl_backend.ops import paged_attention, paged_cache_write
 from tl_backend.ops.cache_write import cache_write_problem
 from tl_backend.ops.reference import paged_attention_reference
+from tl_backend.problem import FLOAT8_DTYPES
 from tl_backend.telemetry import launches
 from tl_backend.testing.cases import make_problem
 from tl_backend.testing.poison import relative_rms
@@ -71,3 +72,21 @@ def test_layers_that_differ_in_queries_share_one_kernel() -> None:
         make_problem(14, 2, 64, 16, causal=False)
     )
     assert cache_write_problem(make_problem(8, 2, 64, 16)) != cache_write_problem(make_problem(8, 4, 64, 16))
+
+
+@pytest.mark.parametrize("kv_dtype", FLOAT8_DTYPES)
+def test_8_bit_floats_are_rounded_as_torch_does(kv_dtype: str) -> None:
+    """Every value of the format, what lies half way between two, and its neighbours in float32."""
+    dtype = getattr(torch, kv_dtype)
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()].unique()
+    ties = (values[1:] + values[:-1]) / 2
+    near = [torch.nextafter(ties, torch.tensor(way)) for way in (-torch.inf, torch.inf)]
+    numbers = torch.cat([values, ties, *near, torch.tensor([-0.0, 1e-30, -1e-30])])
+    rows = torch.nn.functional.pad(numbers, (0, -len(numbers) % 32)).view(-1, 1, 32)
+    kv_cache = torch.zeros(-(-len(rows) // 16), 1, 16, 64, dtype=torch.uint8).view(dtype)
+    one = torch.ones(1)
+    paged_cache_write(rows, rows, kv_cache, torch.arange(len(rows)), k_scale=one, v_scale=one)
+    stored = kv_cache.view(torch.uint8).view(-1, 64)[: len(rows)]
+    wanted = rows.view(-1, 32).to(dtype).view(torch.uint8)
+    assert torch.equal(stored, torch.cat([wanted, wanted], dim=1))
