@@ -112,6 +112,19 @@ def test_a_dry_run_says_what_would_be_searched_on_any_device() -> None:
     assert document["compile_seconds"] > 0
 
 
+def test_a_dry_run_can_explain_the_space() -> None:
+    what = ("--problem", "32/8,D128,page16,bf16", "--dry-run", "--arch", "sm_90", "--explain")
+    answer = run(*what)
+    assert answer.exit_code == 0, answer.output
+    assert "pruned" in answer.stdout
+    assert "by registers, such as" in answer.stdout
+    (text,) = json.loads(run(*what, "--json").stdout)["spaces"]
+    assert text in answer.stdout
+    refused = run("--problem", "32/8,D128,page16,bf16", "--explain")
+    assert refused.exit_code == 2
+    assert "Add --dry-run." in refused.stderr
+
+
 def test_a_dry_run_can_generate_all_code(small: Path) -> None:
     what = ("--problem", "8/2,D64,page16,fp16", "--kind", "prefill")
     answer = run(*what, "--dry-run", "--compile", "--arch", "gfx942", "--processes", "1")

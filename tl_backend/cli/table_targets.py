@@ -14,6 +14,7 @@ from tl_backend.cli.options import device_of
 from tl_backend.configs.generations import (
     active_generation,
     device_folder,
+    device_folders,
     generation_path,
     generations,
     read_active,
@@ -108,28 +109,13 @@ def listed() -> list[Listed]:
         TableError: the user's folder cannot be read.
     """
     folder = user_folder()
-    found = [table for path in _folders(folder) for table in _generations(path)]
+    folders = [] if folder is None else device_folders(folder)
+    found = [table for path in folders for table in _generations(path)]
     served = {table.target.partition("@")[0] for table in found if table.active}
     for device in KNOWN:
         table = _listed(f"{device.name}@{SHIPPED}", device.name not in served, partial(read_shipped, device))
         found += [table] if table.table or table.problem else []
     return found
-
-
-def _folders(folder: Path | None) -> list[Path]:
-    try:
-        return [] if folder is None else sorted(path for path in folder.iterdir() if path.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise TableError(
-            describe(
-                f"folder of tables {folder}",
-                value=error.strerror or error,
-                limit="it has to be a folder that can be read",
-                remedy="Set TL_BACKEND_TABLE_DIR to one.",
-            )
-        ) from None
 
 
 def _generations(folder: Path) -> list[Listed]:

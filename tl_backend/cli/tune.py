@@ -61,6 +61,9 @@ def tune(
     generate: Annotated[
         bool, typer.Option("--compile", help="With --dry-run: generate the code of every kernel.")
     ] = False,
+    explained: Annotated[
+        bool, typer.Option("--explain", help="With --dry-run: which configs were pruned and why, and what is left.")
+    ] = False,
     arch: ArchOption = None,
     multiprocessors: MultiprocessorsOption = None,
     json: JsonOption = False,
@@ -80,14 +83,14 @@ def tune(
     """  # noqa: D301 click wants the character.
     problems = _problems(problem or [], model, every, tp_size, page_size)
     kinds = _kinds(kind)
-    _check_options(dry_run=dry_run, generate=generate, arch=arch, promote=promote, out=out)
+    _check_options(dry_run=dry_run, generate=generate, explained=explained, arch=arch, promote=promote, out=out)
     device = device_of(arch, multiprocessors)
     for one in problems:
         check_runs_here(one, device)
     if dry_run:
         from tl_backend.cli.tune_dry_run import dry_run as rehearse
 
-        if not rehearse(problems, device, kinds, processes, generate=generate, json=json):
+        if not rehearse(problems, device, kinds, processes, generate=generate, explained=explained, json=json):
             raise typer.Exit(NOTHING_FOUND)
         return
     from tl_backend.cli.tune_report import document, show
@@ -154,10 +157,13 @@ def _kinds(kind: str | None) -> tuple[str, ...]:
     return (kind,)
 
 
-def _check_options(*, dry_run: bool, generate: bool, arch: str | None, promote: bool, out: Path | None) -> None:
+def _check_options(
+    *, dry_run: bool, generate: bool, explained: bool, arch: str | None, promote: bool, out: Path | None
+) -> None:
     for wrong, subject, limit, remedy in (
         (arch is not None and not dry_run, "--arch", "a search runs on this machine's device", "Add --dry-run."),
         (generate and not dry_run, "--compile", "a search compiles anyway", "Add --dry-run, or leave it out."),
+        (explained and not dry_run, "--explain", "it is about what a search would try", "Add --dry-run."),
         (promote and out is not None, "--promote", "a file of --out is no generation", "Leave one of the two out."),
         (promote and dry_run, "--promote", "a dry run finds nothing", "Leave one of the two out."),
     ):

@@ -10,6 +10,7 @@ from rich.table import Table as Grid
 
 from tl_backend.cli.output import people, print_json, progress
 from tl_backend.cli.tune_codegen import generate_all
+from tl_backend.configs.explain import explain
 from tl_backend.configs.words import format_problem
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.compile_pool import num_processes
@@ -30,17 +31,19 @@ def dry_run(
     processes: int | None,
     *,
     generate: bool,
+    explained: bool,
     json: bool,
 ) -> bool:
     """Print candidates, kernels, cases and the time that compiling takes; whether all code could be generated."""
     rows: list[dict[str, Any]] = []
     keys: dict[KernelKey, None] = {}
-    anchors = set()
+    anchors, spaces = set(), []
     for problem in distinct(problems):
         if (group := anchor_class(problem)) in anchors:
             rows.append({"problem": format_problem(problem), "anchor": False})
             continue
         anchors.add(group)
+        spaces.append(explain(problem, device))
         plan = plan_of(problem, device, kinds=kinds)
         for kind, configs in plan.candidates.items():
             own = {key: None for config in configs for key in kernels_of(kind, config, problem, device)}
@@ -66,10 +69,12 @@ def dry_run(
         "compile_seconds": seconds,
         "searches": rows,
         "failed": reasons,
-    }
+    } | ({"spaces": spaces} if explained else {})
     if json:
         print_json(document)
     else:
+        for text in spaces if explained else ():
+            people().print(text, markup=False, highlight=False, soft_wrap=True)
         grid = Grid("problem", "kind", "candidates", "kernels", "cases")
         for row in rows:
             if row["anchor"]:

@@ -36,8 +36,22 @@ def generations(folder: Path) -> list[int]:
     Raises:
         TableError: the folder cannot be read.
     """
+    names = [path.stem for path in _listed(folder) if path.suffix == ".json"]
+    return sorted(int(name) for name in names if name.isdecimal() and f"{int(name):04d}" == name and int(name) > 0)
+
+
+def device_folders(folder: Path) -> list[Path]:
+    """The folders of devices in the user's, by name; none where there is no such folder.
+
+    Raises:
+        TableError: the folder cannot be read.
+    """
+    return sorted(path for path in _listed(folder) if path.is_dir()) if folder.is_dir() else []
+
+
+def _listed(folder: Path) -> list[Path]:
     try:
-        names = [path.stem for path in folder.iterdir() if path.suffix == ".json"]
+        return list(folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -49,7 +63,6 @@ def generations(folder: Path) -> list[int]:
                 remedy="Set TL_BACKEND_TABLE_DIR to one.",
             )
         ) from None
-    return sorted(int(name) for name in names if name.isdecimal() and f"{int(name):04d}" == name and int(name) > 0)
 
 
 def history(folder: Path) -> list[int]:

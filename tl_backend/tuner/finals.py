@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from tl_backend.tuner.admission import TICK_S
 from tl_backend.tuner.device_process import CandidateLostError
 from tl_backend.tuner.found import Found
 from tl_backend.tuner.halving import DEFAULT, MIN_ROUNDS, Measure, final, semifinal
@@ -12,8 +13,6 @@ from tl_backend.tuner.recall import recall_finals
 from tl_backend.tuner.regimes import Case
 from tl_backend.tuner.select import shared
 from tl_backend.tuner.state import State
-
-TICK_S = 0.5
 
 
 class Finals:

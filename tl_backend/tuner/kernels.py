@@ -46,11 +46,6 @@ class Kernels:
         """Forget what the pool has not begun: it may be asked for again."""
         self._asked -= set(self.pool.drop_waiting())
 
-    @property
-    def num_pending(self) -> int:
-        """Kernels asked for and not there yet."""
-        return len(self._asked) - len(self.artifacts) - len(self.errors)
-
     def wait(self, seconds: float) -> Compiled | None:
         """The next outcome, or None if there is none in time."""
         try:
