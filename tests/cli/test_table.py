@@ -15,17 +15,18 @@ from tl_backend.configs.decode import DecodeChoice
 from tl_backend.configs.generations import read_active
 from tl_backend.configs.identity import BY_NAME
 from tl_backend.configs.key import ProblemKey
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.configs.rows import Modelled, Settled
 from tl_backend.configs.table import Table, dump_table
 from tl_backend.configs.tile import TileConfig
 from tl_backend.tuner.store import Store
 
 ROW = make_row()
-SETTLED = Settled(problem=ProblemKey.of(LLAMA), regime=regime("prefill", 100, 100), us=12.5)
+SETTLED = Settled(problem=ProblemKey.of(LLAMA), regime=regime("prefill", 100, 100), us=12.5, family="hopper")
 TABLE = make_table(ROW, settled=(SETTLED,))
 MODELLED = make_table(ROW.model_copy(update={"provenance": Modelled(reason="the H200's chip")}))
 SMALL = TileConfig(block_m=16, block_n=64, heads_per_tile=4, num_stages=1, threads=32)
-BIG = TileConfig(block_m=128, block_n=128, heads_per_tile=4, num_stages=4, threads=256)
+BIG = HopperPrefillConfig(block_n=128, warpgroups=2, heads_per_tile=4, num_stages=4, q_stages=2)
 UNFIT = make_table(ROW, make_row(at=regime("prefill"), config=BIG))
 
 
@@ -152,6 +153,9 @@ def test_validate(store: Store, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "got no content" in result.stdout
     assert "row 2: needs" in result.stdout
+    stale = make_table(ROW, settled=(SETTLED.model_copy(update={"family": "portable"}),))
+    (item,) = answer("validate", write(tmp_path / "stale.json", stale), code=1)
+    assert item["problems"][0].startswith("settled 1: the portable family's default")
     assert "nvidia_h200@1: valid" in table("validate", "nvidia_h200@1").stdout
 
 

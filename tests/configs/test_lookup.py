@@ -20,6 +20,7 @@ from tl_backend.configs.generations import ACTIVE, device_folder
 from tl_backend.configs.identity import KNOWN, spec_of
 from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.lookup import Tables
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.configs.regime import Regime
 from tl_backend.configs.rows import Row, Settled
 from tl_backend.configs.space import space
@@ -188,6 +189,22 @@ def test_where_the_default_was_the_best_is_no_miss(log: list[str], counted: Coun
     assert (log, counted) == ([], Counter())
 
 
+def test_where_another_familys_default_was_the_best_is_a_miss(
+    log: list[str], counted: Counter[tuple[str, str]]
+) -> None:
+    """Entries from before Hopper's family say nothing of it: a search would not have settled there today."""
+    at = {family: regime("prefill", length, length) for family, length in (("portable", 100), ("hopper", 2000))}
+    settled = tuple(Settled(problem=ProblemKey.of(LLAMA), regime=at[family], us=5.0, family=family) for family in at)
+    tables = load(make_table(row(regime()), settled=settled), counted=counted)
+    chooser = tables.chooser(LLAMA)
+    assert chooser.choose(at["portable"]).source == FAMILY_DEFAULT
+    assert "the best that nvidia_h200" in chooser.choose(at["hopper"]).source
+    ((_, regime_of_it),) = tables.skipped
+    assert regime_of_it == at["portable"]
+    assert counts(counted, "skipped_rows") == counts(counted, "misses") == 1
+    assert all("the portable family's default was the best for prefill" in line for line in log)
+
+
 def test_the_users_table_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = regime(num_requests=99)
     shipped = make_table(row(regime(), 0), row(other, 0))
@@ -221,17 +238,34 @@ def test_an_unknown_device_costs_one_line_in_all(
 
 
 BIG = TileConfig(block_m=128, block_n=128, heads_per_tile=4, num_stages=4, threads=256)
+HOPPER = HopperPrefillConfig(block_n=128, warpgroups=2, heads_per_tile=4, num_stages=2, q_stages=2)
+
+
+def decode(**changes: int) -> Row:
+    """One whose tile is ``BIG``, changed."""
+    return make_row(config=DecodeChoice(tile=dataclasses.replace(BIG, **changes), blocks_per_multiprocessor=2))
+
+
+def hopper(**changes: int) -> Row:
+    return make_row(at=PREFILL, config=dataclasses.replace(HOPPER, **changes))
+
+
 FOREIGN = {"family": "hopper", "kind": "decode", "pingpong": True}
 
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (make_row(at=PREFILL, config=BIG), r"needs \d+ bytes of shared memory; sm_90 has 232448"),
-        (make_row(at=PREFILL, config=dataclasses.replace(BIG, num_stages=1, threads=384)), "rule: rows of warps"),
-        (make_row(at=PREFILL, config=dataclasses.replace(BIG, num_stages=1, threads=7)), "no multiple of a wave of 32"),
-        (make_row(at=PREFILL, config=dataclasses.replace(BIG, num_stages=1, block_n=40)), "40 is not a multiple of 16"),
-        (make_row(at=PREFILL, config=dataclasses.replace(BIG, num_stages=1, heads_per_tile=8)), "8 heads in a tile of"),
+        (decode(), r"needs \d+ bytes of shared memory; sm_90 has 232448"),
+        (decode(num_stages=1, threads=384), "rule: rows of warps"),
+        (decode(num_stages=1, threads=7), "no multiple of a wave of 32"),
+        (decode(num_stages=1, block_n=40), "40 is not a multiple of 16"),
+        (decode(num_stages=1, heads_per_tile=8), "8 heads in a tile of"),
+        (hopper(num_stages=4), r"needs \d+ bytes of shared memory; sm_90 has 232448"),
+        (hopper(block_n=160), "184 registers a thread for output, scores and weights; 182 fit"),
+        (hopper(heads_per_tile=3), "3 heads in a tile of a group of 4"),
+        # What an older version has tuned, against its own default.
+        (make_row(at=PREFILL, config=BIG), "where Hopper's family takes head size 128 .rule: family"),
         (make_row(at=regime(), config=OTHERS["prefill"][0]), "a config of the prefill for decode"),
         (
             make_row(at=regime(), config=DecodeChoice(tile=OTHERS["decode"][0].tile, blocks_per_multiprocessor=99)),
@@ -239,7 +273,20 @@ FOREIGN = {"family": "hopper", "kind": "decode", "pingpong": True}
         ),
         (FOREIGN, r"kernel family 'hopper' \('decode'\) is not known here"),
     ],
-    ids=["shared memory", "layout", "threads", "rows", "heads", "kind", "blocks", "family"],
+    ids=[
+        "shared memory",
+        "layout",
+        "threads",
+        "rows",
+        "heads",
+        "Hopper memory",
+        "Hopper registers",
+        "Hopper heads",
+        "portable",
+        "kind",
+        "blocks",
+        "family",
+    ],
 )
 def test_a_row_that_the_device_cannot_run_is_skipped_when_it_is_loaded(
     bad: Row | dict, reason: str, tmp_path: Path, log: list[str], counted: Counter[tuple[str, str]]

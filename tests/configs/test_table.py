@@ -15,19 +15,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.tables import DAY, LLAMA, MEASURED, make_row, make_table, regime, reseal
+from tests.tables import DAY, H200, LLAMA, MEASURED, make_row, make_table, regime, reseal
 from tl_backend.configs.choice import KINDS, default_config
 from tl_backend.configs.generations import read_shipped
 from tl_backend.configs.identity import KNOWN, DeviceIdentity, spec_of
 from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.models import problems
+from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.rows import Measured, Modelled, Ratio, Row, Settled, stored
 from tl_backend.configs.table import MAX_TABLE_BYTES, Provenance, Table, Toolchain, dump_table, parse_table, read_table
 from tl_backend.errors import TableError
 from tl_backend.testing.cases import make_problem
 from tl_backend.tuner.regimes import cases
 
-ROWS = (make_row(at=regime("decode")), make_row(at=regime("prefill", 2000, 2000)))
+# One of each family and kind.
+PORTABLE = default_prefill_config(LLAMA, spec_of(H200))
+ROWS = (
+    make_row(at=regime("decode")),
+    make_row(at=regime("prefill", 2000, 2000), config=PORTABLE),
+    make_row(at=regime("extend", 2000, 5000)),
+)
 SETTLED = Settled(problem=ProblemKey.of(LLAMA), regime=regime("extend", 100, 5000), us=12.5)
 TABLE = make_table(*ROWS, settled=(SETTLED,))
 DATA = dump_table(TABLE)
@@ -111,6 +118,10 @@ def config(document: Any) -> Any:
     return document["rows"][1]["config"]["values"]
 
 
+def hopper(document: Any) -> Any:
+    return document["rows"][2]["config"]["values"]
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "negative tile": (lambda d: config(d).update(block_m=-64), r"rows\[2\].*; block_m is -64; 1 to 65536"),
     "no tile": (lambda d: config(d).update(block_n=0), r"block_n is 0; 1 to"),
@@ -119,6 +130,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "string tile": (lambda d: config(d).update(block_m="64"), r"block_m = '64'; Input should be a valid integer"),
     "float tile": (lambda d: config(d).update(block_m=64.0), r"block_m = 64\.0; Input should be a valid integer"),
     "true tile": (lambda d: config(d).update(block_m=True), r"block_m = True; Input should be a valid integer"),
+    "huge Hopper tile": (lambda d: hopper(d).update(block_n=10**9), r"rows\[3\].*; block_n is 1000000000; 1 to 65536"),
+    "no Hopper stage": (lambda d: hopper(d).update(q_stages=0), r"rows\[3\].*; q_stages is 0; 1 to 65536"),
     "stray key": (lambda d: config(d).update(triton_version=3), r"triton_version = 3; Unexpected keyword"),
     "missing key": (lambda d: config(d).pop("threads"), r"threads; Field required"),
     "unknown field": (lambda d: d.update(note="hello"), r"note = 'hello'; Extra inputs are not permitted"),
@@ -253,8 +266,17 @@ def test_a_shipped_table_that_cannot_be_read_is_a_table_error(monkeypatch: pytes
 def test_an_older_file_without_a_field_that_was_added_is_read() -> None:
     """CASES.md C10: its hash is of what it holds, not of what this version would write."""
     document = json.loads(DATA)
-    del document["settled"], document["rows"][1]["config"]["values"]["splits_columns"]
+    del document["settled"][0]["family"], document["rows"][1]["config"]["values"]["splits_columns"]
+    table = parse_table(reseal(document), "file.json")
+    assert (table.rows, table.settled) == (TABLE.rows, TABLE.settled)
+    del document["settled"]
     assert parse_table(reseal(document), "file.json").rows == TABLE.rows
+
+
+def test_each_family_and_kind_comes_back_as_what_it_was() -> None:
+    assert [(row.config.family, row.config.kind) for row in parse_table(DATA, "file.json").rows] == [
+        ("portable", "decode"), ("portable", "prefill"), ("hopper", "prefill"),
+    ]  # fmt: skip
 
 
 def test_paths_that_are_no_file(tmp_path: Path) -> None:

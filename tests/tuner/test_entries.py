@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tl_backend.configs.choice import default_config
 from tl_backend.configs.identity import device_identity
 from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.prefill import default_prefill_config
@@ -56,8 +57,18 @@ def test_a_winner_is_a_row_with_its_figures_and_the_others_are_settled() -> None
     assert figures.default_us == 2000
     assert figures.times_default.median == pytest.approx(1.2)
     assert [entry.regime for entry in entries.settled] == [case.regime for case in kind.cases[1:]]
-    assert {entry.us for entry in entries.settled} == {2000}
+    assert {(entry.us, entry.family) for entry in entries.settled} == {(2000, "portable")}
     assert entries.open == ()
+
+
+def test_what_hoppers_default_wins_is_settled_for_its_family() -> None:
+    outcome = found(LLAMA)
+    kind = outcome.kinds["prefill"]
+    default = default_config("prefill", LLAMA, DEVICE)
+    kind.candidates = (default, replace(default, block_n=96))
+    entries = entries_of(outcome, ENVIRONMENT)
+    assert {entry.family for entry in entries.settled} == {"hopper"}
+    assert (entries.rows[0].config.family, entries.rows[0].config.values) == ("hopper", kind.candidates[1])
 
 
 def test_no_row_without_gain() -> None:

@@ -9,12 +9,13 @@ import pytest
 from tests.tables import LLAMA, make_row, make_table, regime
 from tl_backend.configs.decode import DecodeChoice, default_decode_choice
 from tl_backend.configs.identity import BY_NAME, spec_of
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.configs.rows import Modelled, Settled
 from tl_backend.configs.tile import TileConfig
 from tl_backend.errors import UnsupportedError
 from tl_backend.tuner.modelled import carried
 
-PREFILL = TileConfig(block_m=128, block_n=64, heads_per_tile=4, num_stages=1, threads=256)
+PREFILL = HopperPrefillConfig(block_n=96, warpgroups=2, heads_per_tile=4, num_stages=2, q_stages=2)
 SMALL = TileConfig(block_m=16, block_n=64, heads_per_tile=4, num_stages=1, threads=32)
 DECODE = DecodeChoice(tile=SMALL, blocks_per_multiprocessor=2)
 PREFILL_ROW = make_row(at=regime("prefill", 4096), config=PREFILL)

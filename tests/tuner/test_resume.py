@@ -8,11 +8,12 @@ from tests.tables import LLAMA, make_row, make_table, regime
 from tl_backend.configs.choice import default_config
 from tl_backend.configs.decode import DecodeChoice
 from tl_backend.configs.key import ProblemKey
+from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.rows import Modelled, Settled
 from tl_backend.configs.space import space
 from tl_backend.device import DeviceSpec
 from tl_backend.tuner.anchors import anchor_class
-from tl_backend.tuner.resume import known_finalists, known_regimes
+from tl_backend.tuner.resume import known_finalists, known_regimes, usable
 from tl_backend.tuner.tune import plan_of
 
 HOPPER = DeviceSpec.absent("sm_90")
@@ -54,3 +55,20 @@ def test_nothing_is_left_of_a_problem_whose_regimes_are_known() -> None:
     cases = plan_of(LLAMA, HOPPER, kinds=("decode",)).cases["decode"]
     plan = plan_of(LLAMA, HOPPER, kinds=("decode",), known=frozenset(case.regime for case in cases))
     assert plan.candidates == {}
+
+
+def test_what_would_not_serve_is_no_ground_to_go_on_from() -> None:
+    """A table from before Hopper's family: its prefills are searched again, and its decodes are not."""
+    late = [regime("prefill", tokens, tokens) for tokens in (100, 1000, 5000)]
+    portable = replace(default_prefill_config(LLAMA, HOPPER), block_n=32)
+    rows = (*ROWS, make_row(at=late[0], config=portable), make_row(at=late[1]))
+    settled = [Settled(problem=ProblemKey.of(LLAMA), regime=at, us=3.0) for at in (AT[2], late[2])]
+    kept, reasons = usable(make_table(*rows, settled=tuple(settled)), HOPPER)
+    assert [row.regime for row in kept.rows] == [AT[0], AT[1], late[1]]
+    assert [entry.regime for entry in kept.settled] == [AT[2]]
+    assert len(reasons) == 2
+    assert "a portable tile, where Hopper's family" in reasons[0]
+    assert "the portable family's default was the best" in reasons[1]
+    assert known_regimes(kept, LLAMA) == {*AT, late[1]}
+    assert known_finalists(kept)[anchor_class(LLAMA)]["prefill"] == (default_config("prefill", LLAMA, HOPPER),)
+    assert usable(TABLE, HOPPER) == (TABLE, ())

@@ -24,7 +24,7 @@ from tl_backend.cli.table_targets import (
 )
 from tl_backend.configs.generations import read_shipped
 from tl_backend.configs.identity import DeviceIdentity, spec_of
-from tl_backend.configs.lookup import row_refusal
+from tl_backend.configs.lookup import row_refusal, settled_refusal
 from tl_backend.configs.regime import PHASES, Regime
 from tl_backend.configs.rows import Measured, Row, Settled
 from tl_backend.configs.table import Table
@@ -224,8 +224,10 @@ def _row_problems(table: Table | None) -> list[str]:
     if table is None:
         return []
     device = spec_of(table.device)
-    refusals = {number: row_refusal(row, device) for number, row in enumerate(table.rows, start=1)}
-    return [f"row {number}: {reason}" for number, reason in refusals.items() if reason is not None]
+    refusals = {f"row {number}": row_refusal(row, device) for number, row in enumerate(table.rows, start=1)}
+    for number, entry in enumerate(table.settled, start=1):
+        refusals[f"settled {number}"] = settled_refusal(entry, device)
+    return [f"{which}: {reason}" for which, reason in refusals.items() if reason is not None]
 
 
 def _summary(table: Table | None) -> dict[str, Any]:

@@ -180,6 +180,7 @@ def _base(store: Store, out: Path | None, device: DeviceSpec) -> tuple[Table | N
     from tl_backend.configs.table import read_table
     from tl_backend.measure.results import environment
     from tl_backend.tuner.entries import toolchain_of
+    from tl_backend.tuner.resume import usable
 
     identity = device_identity(device)
     if out is None:
@@ -187,9 +188,15 @@ def _base(store: Store, out: Path | None, device: DeviceSpec) -> tuple[Table | N
     else:
         base = read_table(out, device=identity) if out.exists() else None
     here = toolchain_of(environment(torch.device("cuda" if device.is_gpu else "cpu")))
-    if base is None or base.toolchain == here:
-        return base, None
-    return None, f"{len(base.rows)} rows of {base.label} are left out: they are of another toolchain. Tune them again."
+    if base is None:
+        return None, None
+    if base.toolchain != here:
+        why = "they are of another toolchain. Tune them again."
+        return None, f"{len(base.rows)} rows of {base.label} are left out: {why}"
+    kept, reasons = usable(base, device)
+    if reasons:
+        return kept, f"{len(reasons)} entries of {base.label} are left out, such as: {reasons[0]}."
+    return kept, None
 
 
 def _write(result: Result, store: Store, out: Path | None, base: Table | None, *, promote: bool) -> dict[str, Any]:

@@ -7,12 +7,15 @@ from typing import Protocol
 
 from tl_backend.configs.decode import DecodeChoice, default_decode_choice
 from tl_backend.configs.prefill import default_prefill_config
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig, default_hopper_config, hopper_refusal
 from tl_backend.configs.regime import Regime
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
-Config = TileConfig | DecodeChoice
+# Of the two families of prefills; a problem has candidates of one of them on a device.
+PrefillConfig = TileConfig | HopperPrefillConfig
+Config = PrefillConfig | DecodeChoice
 # A config's kind: which kernel it is for.
 KINDS = ("prefill", "decode")
 FAMILY_DEFAULT = "family default"
@@ -35,18 +38,30 @@ class Chooser(Protocol):
     def configs(self, kind: str) -> tuple[Config, ...]:
         """Every config of a kind that ``choose`` can return, without repeats: all of them are compiled at start-up."""
 
-    def drop(self, kind: str, tile: TileConfig, reason: str) -> bool:
+    def drop(self, kind: str, tile: PrefillConfig, reason: str) -> bool:
         """Choose no config with this tile any more; False where the choice is not this chooser's to make."""
 
 
 def default_config(kind: str, problem: AttentionProblem, device: DeviceSpec) -> Config:
-    """The family's documented default.
+    """The documented default of the family that serves: Hopper's own prefill where it takes the problem.
 
     Raises:
         UnsupportedError: no tile fits the device's shared memory.
     """
-    make = default_decode_choice if kind == "decode" else default_prefill_config
-    return make(problem, device)
+    if kind == "decode":
+        return default_decode_choice(problem, device)
+    return default_prefill(problem, device)
+
+
+def default_prefill(problem: AttentionProblem, device: DeviceSpec) -> PrefillConfig:
+    """As ``default_config``.
+
+    Raises:
+        UnsupportedError: no tile fits the device's shared memory.
+    """
+    if hopper_refusal(problem, device) is None:
+        return default_hopper_config(problem, device)
+    return default_prefill_config(problem, device)
 
 
 class FixedChooser:
@@ -57,7 +72,7 @@ class FixedChooser:
         problem: AttentionProblem,
         device: DeviceSpec,
         *,
-        prefill: TileConfig | None = None,
+        prefill: PrefillConfig | None = None,
         decode: DecodeChoice | None = None,
         source: str = FAMILY_DEFAULT,
     ) -> None:
@@ -70,6 +85,6 @@ class FixedChooser:
     def configs(self, kind: str) -> tuple[Config, ...]:
         return (self._given[kind] or default_config(kind, self._problem, self._device),)
 
-    def drop(self, kind: str, tile: TileConfig, reason: str) -> bool:
+    def drop(self, kind: str, tile: PrefillConfig, reason: str) -> bool:
         del kind, tile, reason
         return False

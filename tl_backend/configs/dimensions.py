@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tl_backend.configs.choice import Config, default_config
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig, hopper_refusal, packed_heads
 from tl_backend.configs.tile import TileConfig, even_heads, heads_per_tile
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
@@ -22,6 +23,8 @@ WIDE_HEAD_DIM = 256
 
 def dimensions(kind: str, problem: AttentionProblem, device: DeviceSpec) -> Dimensions:
     """Name -> values. Their product is what ``candidates`` gives."""
+    if kind == "prefill" and hopper_refusal(problem, device) is None:
+        return _hopper_family(problem)
     if device.vendor == "cpu":
         return _c_target()
     if problem.head_dim > WIDE_HEAD_DIM:
@@ -45,6 +48,9 @@ def candidates(kind: str, problem: AttentionProblem, device: DeviceSpec) -> Iter
     named = dimensions(kind, problem, device)
     for values in itertools.product(*named.values()):
         chosen: dict[str, Any] = dict(zip(named, values, strict=True))
+        if isinstance(default, HopperPrefillConfig):
+            yield replace(default, **chosen)
+            continue
         blocks = chosen.pop("blocks_per_multiprocessor", None)
         for heads in _heads(kind, problem, device, chosen["block_m"]):
             if isinstance(default, TileConfig):
@@ -72,7 +78,18 @@ def _c_target() -> Dimensions:
     return {"block_m": (16, 32), "block_n": (16, 32, 64), "num_stages": (0,), "threads": (1,)}
 
 
+def _hopper_family(problem: AttentionProblem) -> Dimensions:
+    return {
+        "block_n": (64, 80, 96, 112, 128, 160, 176),
+        "warpgroups": (2, 3),
+        "heads_per_tile": tuple(dict.fromkeys((packed_heads(problem.group_size), 1))),
+        "num_stages": (2, 3),
+        "q_stages": (1, 2),
+    }
+
+
 def _hopper(kind: str) -> Dimensions:
+    """The portable family there."""
     if kind == "decode":
         return {
             "block_m": (16, 32, 64),

@@ -9,7 +9,6 @@ from tl_backend.configs.choice import KINDS, Config
 from tl_backend.configs.decode import DecodeChoice
 from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.space import Pruned, space, tile_of
-from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
@@ -55,7 +54,7 @@ def _table(configs: tuple[Config, ...]) -> list[str]:
 
 def _values(config: Config) -> dict[str, Any]:
     tile = tile_of(config)
-    values = {field.name: getattr(tile, field.name) for field in fields(TileConfig)}
+    values = {field.name: getattr(tile, field.name) for field in fields(tile)}
     if isinstance(config, DecodeChoice):
         values["blocks_per_multiprocessor"] = config.blocks_per_multiprocessor
     return values

@@ -7,7 +7,8 @@ from math import gcd
 
 from tl_backend.problem import AttentionProblem
 
-# Tiles of every family have key counts that divide this, so that pages of one gcd with it are cut in the same way.
+# Tiles of the portable family have key counts that divide this, so that pages of one gcd with it are cut in the same
+# way. Hopper's tiles of other counts are cut in boxes of that gcd, or in larger ones where a page allows it.
 MAX_TILE_KEYS = 128
 # Upper bounds of the classes of windows: what is near one tile, a few tiles, or as long as a context.
 WINDOWS = (256, 1024, 4096)

@@ -11,15 +11,14 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from tl_backend.configs.choice import FAMILY_DEFAULT, Choice, Config, default_config
+from tl_backend.configs.choice import FAMILY_DEFAULT, Choice, Config, PrefillConfig, default_config
 from tl_backend.configs.generations import read_active, read_shipped
 from tl_backend.configs.identity import device_identity
 from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.regime import Regime
-from tl_backend.configs.rows import Row
+from tl_backend.configs.rows import Row, Settled, stored
 from tl_backend.configs.space import tile_of, verdict
 from tl_backend.configs.table import Table
-from tl_backend.configs.tile import TileConfig
 from tl_backend.configs.words import format_problem
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TableError, TLBackendError
@@ -46,7 +45,7 @@ class Tables:
         count: called with ``MISSES`` at each miss, and with the other events here.
 
     Attributes:
-        skipped: rows that this device cannot run, each with its table and the reason.
+        skipped: entries that serve no launch here, each with its table and the reason.
     """
 
     def __init__(
@@ -123,13 +122,19 @@ class Tables:
             name = f"{table.label} row {number}"
             reason = row_refusal(row, self.device)
             if reason is not None:
-                self.skipped.setdefault((row.problem, row.regime), f"{name}: {reason}")
-                self.count(SKIPPED_ROWS, f"{name}: {reason}")
+                self._skip(row, f"{name}: {reason}")
             else:
                 self.entries.setdefault(row.problem, {}).setdefault(row.regime, (row.config.values, name))
         for entry in table.settled:
+            if (reason := settled_refusal(entry, self.device)) is not None:
+                self._skip(entry, f"{table.label}: {reason}")
+                continue
             source = f"{FAMILY_DEFAULT}, the best that {table.label} found"
             self.entries.setdefault(entry.problem, {}).setdefault(entry.regime, (None, source))
+
+    def _skip(self, entry: Row | Settled, reason: str) -> None:
+        self.skipped.setdefault((entry.problem, entry.regime), reason)
+        self.count(SKIPPED_ROWS, reason)
 
     def _say_what_was_loaded(self) -> None:
         for message in self.bad_files:
@@ -157,7 +162,7 @@ class TableChooser:
         self._problem, self._tables, self._key = problem, tables, ProblemKey.of(problem)
         self._entries = dict(tables.entries.get(self._key, {}))
         self._found: dict[Regime, tuple[Choice, str | None]] = {}  # With what is counted at a miss.
-        self._dropped: set[tuple[str, TileConfig]] = set()
+        self._dropped: set[tuple[str, PrefillConfig]] = set()
         self._default = functools.cache(lambda kind: default_config(kind, problem, tables.device))
 
     def choose(self, regime: Regime) -> Choice:
@@ -175,7 +180,7 @@ class TableChooser:
         rows = (config for regime, (config, _) in self._entries.items() if regime.kind == kind and config is not None)
         return tuple(dict.fromkeys([self._default(kind), *rows]))
 
-    def drop(self, kind: str, tile: TileConfig, reason: str) -> bool:
+    def drop(self, kind: str, tile: PrefillConfig, reason: str) -> bool:
         """Take the default where a row has this tile, whose kernel cannot be had here."""
         rows = {
             regime: source
@@ -221,3 +226,15 @@ def row_refusal(row: Row, device: DeviceSpec) -> str | None:
     except TLBackendError as error:
         return str(error)
     return None if found is None else f"{found[1]} (rule: {found[0]})"
+
+
+def settled_refusal(entry: Settled, device: DeviceSpec) -> str | None:
+    """Why what a search settled says nothing about launches here, or None: it was about another family's default."""
+    try:
+        default = default_config(entry.regime.kind, entry.problem.representative(), device)
+    except TLBackendError as error:
+        return str(error)
+    family = stored(default).family
+    if family == entry.family:
+        return None
+    return f"the {entry.family} family's default was the best for {entry.regime}; the {family} family's serves now"

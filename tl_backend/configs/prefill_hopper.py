@@ -11,6 +11,7 @@ from tl_backend.errors import UnsupportedError
 from tl_backend.problem import AttentionProblem
 
 WARPGROUP, WARPGROUP_ROWS, WARP = 128, 64, 32
+MAX_KEYS = 256  # Of a TMA box and of one WGMMA.
 # Registers of a thread after reallocation, by the number of consumer warpgroups: (consumer, producer). They add up to
 # what the launch has: 168 a thread of 384, 128 of 512. With 24 the producer of two consumers spills.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
@@ -89,16 +90,22 @@ class HopperPrefillConfig:
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """Why this config cannot run, or None."""
-        if (reason := hopper_refusal(problem, device)) is not None:
-            return reason
+        return hopper_refusal(problem, device) or self._illegal_shape(problem) or self._illegal_size(problem, device)
+
+    def _illegal_shape(self, problem: AttentionProblem) -> str | None:
+        """Of each number by itself."""
         if self.warpgroups not in REGISTERS:
             return f"{self.warpgroups} consumer warpgroups; {' or '.join(map(str, REGISTERS))}"
-        if self.block_n < 16 or self.block_n % 16 or self.block_n > 256:
-            return f"{self.block_n} keys a tile; a multiple of 16 up to 256, which TMA and WGMMA take"
+        if self.block_n < 16 or self.block_n % 16 or self.block_n > MAX_KEYS:
+            return f"{self.block_n} keys a tile; a multiple of 16 up to {MAX_KEYS}, which TMA and WGMMA take"
         if min(self.num_stages, self.q_stages) < 1:
             return f"{self.num_stages} stages of K and V, {self.q_stages} of Q; at least 1 of each"
         if not 1 <= self.heads_per_tile <= WARPGROUP_ROWS or problem.group_size % self.heads_per_tile:
             return f"{self.heads_per_tile} heads in a tile of a group of {problem.group_size}; a divisor up to 64"
+        return None
+
+    def _illegal_size(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        """Of what they need together."""
         if self.copies(problem) > WARP:
             return f"{self.copies(problem)} copies a tile of {self.block_n} keys; a warp has {WARP} lanes"
         needed, limit = self.shared_memory(problem, device), device.shared_memory_per_block
@@ -117,25 +124,24 @@ def swizzled_columns(head_dim: int) -> int:
 
 def hopper_refusal(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Why Hopper's family does not take a problem, for people; or None."""
-    if device.arch != "sm_90":
-        return f"{device.arch} is no Hopper"
-    if not problem.is_paged:
-        return "keys and values are contiguous"
-    if problem.is_quantized:
-        return f"the cache holds {problem.kv_dtype}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"head size {problem.head_dim}; {', '.join(map(str, HEAD_DIMS))} are taken"
-    if problem.has_alibi:
-        return "ALiBi"
-    if not problem.causal and problem.window is not None:
-        return "a window that is not causal"
-    return None
+    reasons = {
+        f"{device.arch} is no Hopper": device.arch != "sm_90",
+        "keys and values are contiguous": not problem.is_paged,
+        f"the cache holds {problem.kv_dtype}": problem.is_quantized,
+        f"queries are {problem.dtype}": ELEMENT_BYTES[problem.dtype] != ELEMENT_BYTES["bfloat16"],
+        f"head size {problem.head_dim}; {', '.join(map(str, HEAD_DIMS))} are taken": problem.head_dim not in HEAD_DIMS,
+        "ALiBi": problem.has_alibi,
+        "a window that is not causal": not problem.causal and problem.window is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def packed_heads(group_size: int) -> int:
     """The most query heads that share a tile: a divisor of the group that leaves at least 90% of the rows useful."""
-    divisors = [heads for heads in range(1, WARPGROUP_ROWS + 1) if group_size % heads == 0]
-    return max(heads for heads in divisors if WARPGROUP_ROWS // heads * heads >= MIN_PACKING_EFFICIENCY * WARPGROUP_ROWS)
+    useful = {
+        heads: WARPGROUP_ROWS // heads * heads for heads in range(1, WARPGROUP_ROWS + 1) if group_size % heads == 0
+    }
+    return max(heads for heads, rows in useful.items() if rows >= MIN_PACKING_EFFICIENCY * WARPGROUP_ROWS)
 
 
 def default_hopper_config(problem: AttentionProblem, device: DeviceSpec) -> HopperPrefillConfig:
@@ -145,7 +151,7 @@ def default_hopper_config(problem: AttentionProblem, device: DeviceSpec) -> Hopp
         UnsupportedError: the family does not take the problem.
     """
     reasons = []
-    for block_n, warpgroups, num_stages, q_stages in _SHAPES[problem.head_dim] if problem.head_dim in _SHAPES else ():
+    for block_n, warpgroups, num_stages, q_stages in _SHAPES.get(problem.head_dim, ()):
         config = HopperPrefillConfig(
             block_n=block_n,
             warpgroups=warpgroups,
@@ -167,6 +173,6 @@ _SHAPES = {
     128: ((128, 2, 2, 2),),
     160: ((96, 2, 2, 2), (80, 2, 2, 1)),
     192: ((96, 2, 2, 1), (64, 2, 2, 1)),
-    224: ((64, 2, 2, 1),),
+    224: ((64, 2, 2, 2),),
     256: ((64, 2, 2, 1),),
 }

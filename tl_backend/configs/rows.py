@@ -12,12 +12,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from tl_backend.configs.choice import Config
 from tl_backend.configs.decode import DecodeChoice
 from tl_backend.configs.key import ProblemKey
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.configs.regime import Regime
 from tl_backend.configs.tile import TileConfig
 from tl_backend.errors import UnsupportedError
 
 # Far above any tile or thread count, far below where arithmetic on them would be slow.
 MAX_NUMBER = 2**16
+PORTABLE = "portable"
 OFF_AT_ZERO = ("num_stages", "rasterisation", "num_split_q")
 
 Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -58,6 +60,14 @@ class PortableDecode(Strict):
     values: Annotated[DecodeChoice, AfterValidator(_check_numbers)]
 
 
+class HopperPrefill(Strict):
+    """A config of ``kernels/prefill_hopper.py``."""
+
+    family: Literal["hopper"] = "hopper"
+    kind: Literal["prefill"] = "prefill"
+    values: Annotated[HopperPrefillConfig, AfterValidator(_check_numbers)]
+
+
 class ForeignConfig(BaseModel):
     """A config of a family that another version has. Its row is skipped, its table is not."""
 
@@ -71,20 +81,24 @@ class ForeignConfig(BaseModel):
 def _tag(config: Any) -> str:
     read = config.get if isinstance(config, dict) else functools.partial(getattr, config)
     names = [read(name, None) for name in ("family", "kind")]
-    return "-".join(names) if names in (["portable", "prefill"], ["portable", "decode"]) else "foreign"
+    known = (["portable", "prefill"], ["hopper", "prefill"], ["portable", "decode"])
+    return "-".join(names) if names in known else "foreign"
 
 
 StoredConfig = Annotated[
     Annotated[PortablePrefill, Tag("portable-prefill")]
+    | Annotated[HopperPrefill, Tag("hopper-prefill")]
     | Annotated[PortableDecode, Tag("portable-decode")]
     | Annotated[ForeignConfig, Tag("foreign")],
     Discriminator(_tag),
 ]
 
 
-def stored(config: Config) -> PortablePrefill | PortableDecode:
+def stored(config: Config) -> PortablePrefill | HopperPrefill | PortableDecode:
     """A config as a row holds it."""
-    return PortableDecode(values=config) if isinstance(config, DecodeChoice) else PortablePrefill(values=config)
+    if isinstance(config, DecodeChoice):
+        return PortableDecode(values=config)
+    return HopperPrefill(values=config) if isinstance(config, HopperPrefillConfig) else PortablePrefill(values=config)
 
 
 class Ratio(Strict):
@@ -163,6 +177,8 @@ class Settled(_Keyed):
 
     Attributes:
         us: microseconds of the default.
+        family: whose default it was. Entries from before there were two say nothing: it was the portable one's.
     """
 
     us: Figure
+    family: str = PORTABLE

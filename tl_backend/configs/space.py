@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from tl_backend.configs.choice import Config, default_config
+from tl_backend.configs.choice import Config, PrefillConfig, default_config
 from tl_backend.configs.decode import DecodeChoice
 from tl_backend.configs.dimensions import candidates
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig, hopper_refusal
 from tl_backend.configs.rules import PREFILL_RULES, RULES, Candidate
-from tl_backend.configs.tile import TileConfig
+from tl_backend.configs.rules_hopper import HOPPER_RULES, HopperCandidate
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
@@ -59,8 +60,8 @@ def space(kind: str, problem: AttentionProblem, device: DeviceSpec) -> Space:
     return Space(kept=tuple(nearest_first), pruned=tuple(pruned))
 
 
-def tile_of(config: Config) -> TileConfig:
-    """The tile of a config of either kind."""
+def tile_of(config: Config) -> PrefillConfig:
+    """What a config's kernels are compiled for: the tile of a decode, of a prefill all of it."""
     return config.tile if isinstance(config, DecodeChoice) else config
 
 
@@ -74,8 +75,13 @@ def verdict(kind: str, config: Config, problem: AttentionProblem, device: Device
     """(rule, reason) of the first rule that prunes a config of a kind, or None. No rule prunes the default."""
     if isinstance(config, DecodeChoice) and (reason := config.illegal_reason(problem, device)) is not None:
         return "legal", reason
-    candidate = Candidate(tile_of(config), problem, device)
-    for name, rule in (PREFILL_RULES if kind == "prefill" else RULES).items():
-        if (reason := rule(candidate)) is not None:
-            return name, reason
-    return None
+    tile = tile_of(config)
+    if isinstance(tile, HopperPrefillConfig):
+        found = ((name, rule(HopperCandidate(tile, problem, device))) for name, rule in HOPPER_RULES.items())
+    elif kind == "prefill" and hopper_refusal(problem, device) is None:
+        # Nobody compares the families launch by launch: a row of this one was measured against its own default.
+        return "family", f"a portable tile, where Hopper's family takes head size {problem.head_dim}"
+    else:
+        rules = PREFILL_RULES if kind == "prefill" else RULES
+        found = ((name, rule(Candidate(tile, problem, device))) for name, rule in rules.items())
+    return next(((name, reason) for name, reason in found if reason is not None), None)

@@ -61,7 +61,8 @@ def _entries(outcome: Outcome, found: Found, environment: Mapping[str, str]) -> 
             config = stored(found.candidates[index])
             rows.append(Row(problem=key, regime=case.regime, config=config, provenance=figures))
         elif found.complete:
-            settled.append(Settled(problem=key, regime=case.regime, us=default_us))
+            family = stored(found.candidates[DEFAULT]).family
+            settled.append(Settled(problem=key, regime=case.regime, us=default_us, family=family))
         else:  # What was not tried could have beaten it.
             open_regimes.append(str(case.regime))
     return Entries(rows=tuple(rows), settled=tuple(settled), open=tuple(open_regimes))

@@ -12,6 +12,7 @@ from tl_backend.configs.rows import Measured, Modelled, Row
 from tl_backend.configs.rules import WGMMA_ROWS
 from tl_backend.configs.space import tile_of
 from tl_backend.configs.table import Provenance, Table
+from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TLBackendError, UnsupportedError, describe
 
@@ -65,8 +66,8 @@ def _reason(row: Row, source: Table, here: DeviceSpec, there: DeviceSpec) -> str
     except TLBackendError:
         return None
     tile = tile_of(config)
-    both_plain = tile.block_m < WGMMA_ROWS and not tile.copies_whole_tiles(problem)
-    if here.vendor == "nvidia" and both_plain:
+    is_plain = isinstance(tile, TileConfig) and tile.block_m < WGMMA_ROWS and not tile.copies_whole_tiles(problem)
+    if here.vendor == "nvidia" and is_plain:
         return f"measured on {name}, where this tile runs on mma.sync and cp.async as well: it has no wgmma and no TMA"
     return None
 

@@ -13,6 +13,8 @@ from rich.progress import Progress as Bar
 
 from tl_backend.configs.choice import Config
 from tl_backend.configs.decode import DecodeChoice
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig
+from tl_backend.configs.space import tile_of
 from tl_backend.tuner.halving import DEFAULT
 from tl_backend.tuner.regimes import Case
 
@@ -21,11 +23,12 @@ LINE_EVERY_S = 5.0
 
 def describe_config(config: Config) -> str:
     """For people: "128x64, 4 heads, 1 stages, 256 threads"; fields that few configs have, by their names."""
-    tile = config.tile if isinstance(config, DecodeChoice) else config
+    tile = tile_of(config)
+    stages = f"{tile.num_stages} stages"
     words = [
         f"{tile.block_m}x{tile.block_n}",
         f"{tile.heads_per_tile} heads",
-        f"{tile.num_stages} stages",
+        f"{stages} and {tile.q_stages} of Q" if isinstance(tile, HopperPrefillConfig) else stages,
         f"{tile.threads} threads",
     ]
     words += [

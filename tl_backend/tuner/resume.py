@@ -7,11 +7,27 @@ from __future__ import annotations
 
 from tl_backend.configs.choice import Config
 from tl_backend.configs.key import ProblemKey
+from tl_backend.configs.lookup import row_refusal, settled_refusal
 from tl_backend.configs.regime import Regime
 from tl_backend.configs.rows import Measured
 from tl_backend.configs.table import Table
+from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 from tl_backend.tuner.anchors import class_of, shape
+
+
+def usable(table: Table, device: DeviceSpec) -> tuple[Table, tuple[str, ...]]:
+    """A table without the entries that would serve no launch on its device, and why each of those would not.
+
+    What another version's kernel family may still serve stays.
+    """
+    refusals = [None if row.config.values is None else row_refusal(row, device) for row in table.rows]
+    stale = [settled_refusal(entry, device) for entry in table.settled]
+    kept = {
+        "rows": tuple(row for row, reason in zip(table.rows, refusals, strict=True) if reason is None),
+        "settled": tuple(entry for entry, reason in zip(table.settled, stale, strict=True) if reason is None),
+    }
+    return table.model_copy(update=kept), tuple(reason for reason in (*refusals, *stale) if reason is not None)
 
 
 def known_regimes(table: Table | None, problem: AttentionProblem) -> frozenset[Regime]:

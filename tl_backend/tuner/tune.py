@@ -48,7 +48,8 @@ class Options:
         kinds: of kernels.
         budget_s: seconds for everything; None for as long as it takes.
         fresh: forget what earlier searches have found.
-        base: a table of this device and toolchain: what it has is not searched again, unless ``fresh``.
+        base: a table of this device and toolchain, as ``resume.usable`` leaves it: what it has is not searched again,
+            unless ``fresh``.
         processes: that compile; None for one a core.
         compile_timeout_s, watchdog_s: after which a compiler, and the device, is taken for hung.
         serve: what the device process does.

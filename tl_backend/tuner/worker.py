@@ -13,13 +13,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from tl_backend.configs.choice import Config, FixedChooser
 from tl_backend.configs.decode import DecodeChoice
-from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError
 from tl_backend.measure.timing import Launch, as_graph, time_ms
@@ -212,8 +211,8 @@ class Session:
         return FixedChooser(
             self._problem,
             self._spec,
-            prefill=cast("TileConfig", config) if candidate.kind == "prefill" else None,
-            decode=cast("DecodeChoice", config) if candidate.kind == "decode" else None,
+            prefill=None if isinstance(config, DecodeChoice) else config,
+            decode=config if isinstance(config, DecodeChoice) else None,
             source="tuner",
         )
 
