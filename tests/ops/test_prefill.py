@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tl_backend.ops.prefill import work_list
 from tl_backend.testing.cases import Case, make_problem
 from tl_backend.testing.poison import check_attention
 from tl_backend.testing.problems import CPU_PROBLEMS, name
@@ -94,24 +90,3 @@ def test_softmax_scale(scale: float) -> None:
 def test_no_padding_and_much_of_it() -> None:
     for padding in (0, 100):
         check_attention(SMALL, Case(query_lens=(6,), seq_lens=(33,), padding_rows=padding), CPU)
-
-
-lens = st.lists(st.integers(0, 300), min_size=1, max_size=20)
-
-
-@given(query_lens=lens, tokens=st.integers(1, 128), data=st.data())
-def test_work_list_covers_each_token_once_longest_first(query_lens: list[int], tokens: int, data) -> None:
-    lens_R = np.array(query_lens)
-    first = data.draw(st.integers(0, len(query_lens)))
-    contexts = data.draw(st.none() | st.lists(st.integers(0, 9999), min_size=len(lens_R), max_size=len(lens_R)))
-    contexts_R = None if contexts is None else np.array(contexts)
-    work = work_list(lens_R, first, tokens, contexts_R)
-    assert work.dtype == np.int32
-    assert work.shape[1] == 2
-    covered = [
-        (request, token) for request, start in work for token in range(start, min(start + tokens, lens_R[request]))
-    ]
-    assert sorted(covered) == [(r, t) for r in range(first, len(lens_R)) for t in range(lens_R[r])]
-    assert all(start < lens_R[request] for request, start in work), "a tile without a token"
-    keys = [start + (0 if contexts is None else contexts[request]) for request, start in work]
-    assert keys == sorted(keys, reverse=True)
