@@ -46,7 +46,7 @@ def dry_run(
         spaces.append(explain(problem, device))
         plan = plan_of(problem, device, kinds=kinds)
         for kind, configs in plan.candidates.items():
-            own = {key: None for config in configs for key in kernels_of(kind, config, problem, device)}
+            own = {key: None for config in configs for key in kernels_of(config, problem, device)}
             keys |= own
             rows.append(
                 {

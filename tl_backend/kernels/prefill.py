@@ -20,10 +20,10 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
     """The prim_func.
 
     Q ``[T, H, D]``, K the cache ``[num_blocks, HK, page, 2 * D]`` (V is not read), O ``[T, H, D]``, block_table int32
-    ``[R, max_blocks]``, cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 2]`` of (request,
-    first token), longest first. Where the problem is not paged: K and V ``[S, HK, D]``, and cu_seqlens_k int32
-    ``[R + 1]`` as the only column of block_table, which seq_lens is not read beside. Where the problem has them: lse
-    float32 ``[H, T]`` (natural log), sinks and ALiBi slopes float32 ``[H]``.
+    ``[R, max_blocks]``, cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 4]`` of (request,
+    first token) and two columns that only Hopper's prefill reads, longest first. Where the problem is not paged: K and
+    V ``[S, HK, D]``, and cu_seqlens_k int32 ``[R + 1]`` as the only column of block_table, which seq_lens is not read
+    beside. Where the problem has them: lse float32 ``[H, T]`` (natural log), sinks and ALiBi slopes float32 ``[H]``.
     """
     program = tile_program(problem, config, dialect)
     block_m, heads, tokens = config.block_m, config.heads_per_tile, config.tokens_per_tile
@@ -90,8 +90,8 @@ def prefill(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> 
                 kv_head = lane // head_tiles
                 first_head = kv_head * group + lane % head_tiles * heads
                 last_head = (kv_head + 1) * group - 1
-                request = work[2 * item]
-                token0 = work[2 * item + 1]
+                request = work[4 * item]
+                token0 = work[4 * item + 1]
                 row0 = cu_seqlens_q[request] + token0
                 query_len = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
                 seq_len = program.sequence_length(seq_lens, block_table, request, max_blocks)

@@ -26,7 +26,7 @@ def generate(key: KernelKey) -> GeneratedCode:
     device = key.device
     host = ("c",) if device.vendor == "cpu" else ()
     target = tvm.target.Target(device.target, *host)
-    switches = {config.value: value for config, value in pass_configs().items()}
+    switches = {config.value: value for config, value in pass_configs(key.kind).items()}
     with tvm.transform.PassContext(opt_level=3, config=switches), target:
         artifact = tilelang.lower(build_program(key), target=target)
     source = str(artifact.kernel_source)

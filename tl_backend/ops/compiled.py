@@ -5,6 +5,7 @@ TileLang is imported at the first compile, never before: an early import breaks 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Callable
@@ -17,7 +18,17 @@ from tl_backend.ops.launcher import Artifact, Launcher
 
 Kernel = Callable[..., None]
 
-KINDS = ("prefill", "decode", "decode_combine", "cache_write", "merge")
+# The module of ``kernels`` that has the program of each kind, a function of that name.
+_MODULES = {
+    "prefill": "prefill",
+    "prefill_hopper": "prefill_hopper",
+    "prefill_combine": "prefill_combine",
+    "decode": "decode",
+    "decode_combine": "decode",
+    "cache_write": "cache_write",
+    "merge": "merge",
+}
+KINDS = tuple(_MODULES)
 # Not part of serving: what a device's ceilings are measured with.
 CEILING_KINDS = ("gemm", "copy")
 
@@ -85,37 +96,27 @@ KERNELS = KernelCache()
 
 def build_program(key: KernelKey) -> Any:
     """Trace a kernel's TileLang program (a prim_func) for any device, present or absent. Imports TileLang."""
-    from tl_backend.kernels.cache_write import cache_write
-    from tl_backend.kernels.copy import copy
-    from tl_backend.kernels.decode import decode, decode_combine
     from tl_backend.kernels.dialect import Dialect
-    from tl_backend.kernels.gemm import gemm
-    from tl_backend.kernels.merge import merge
-    from tl_backend.kernels.prefill import prefill
 
-    programs: dict[str, Callable[..., Any]] = {
-        "prefill": prefill,
-        "decode": decode,
-        "decode_combine": decode_combine,
-        "cache_write": cache_write,
-        "merge": merge,
-        "gemm": gemm,
-        "copy": copy,
-    }
-    return programs[key.kind](key.problem, key.config, Dialect(key.device))
+    module = importlib.import_module(f"tl_backend.kernels.{_MODULES.get(key.kind, key.kind)}")
+    return getattr(module, key.kind)(key.problem, key.config, Dialect(key.device))
 
 
-def pass_configs() -> dict[Any, Any]:
-    """TileLang's compiler switches for these kernels. Imports TileLang."""
+def pass_configs(kind: str) -> dict[Any, Any]:
+    """TileLang's compiler switches for the kernels of a kind. Imports TileLang."""
     from tilelang import PassConfigKey
 
-    return {
+    switches = {
         # Each program checks its own bounds, once; TileLang would guard every access again.
         PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
         PassConfigKey.TL_ENABLE_FAST_MATH: True,
         # The cache write's slots differ by contract, which the checker cannot know.
         PassConfigKey.TL_DISABLE_DATA_RACE_CHECK: True,
     }
+    if kind == "prefill_hopper":
+        # Its warps meet at barriers of their own; one of the whole block, in the code of one role, would hang.
+        switches[PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC] = True
+    return switches
 
 
 COMPILE_FLAGS = {"nvidia": ["-O3", "--use_fast_math", "-DNDEBUG"], "amd": ["-O3"], "cpu": ["-O3"]}
@@ -136,7 +137,7 @@ def _compile(key: KernelKey) -> Launcher:
             program,
             target=device.target,
             execution_backend="cython",
-            pass_configs=pass_configs(),
+            pass_configs=pass_configs(key.kind),
             compile_flags=COMPILE_FLAGS[device.vendor],
             **host,
         )

@@ -42,18 +42,21 @@ def decode_keys(problem: AttentionProblem, tile: TileConfig, device: DeviceSpec,
     """Of the decode kernel and, with ``split``, of the combine."""
     keys = [KernelKey("decode", problem, DecodeConfig(tile=tile, split=split), device)]
     if split:
-        # Neither pages nor kv heads nor the mask matter to the combine: problems that differ in them share one.
-        merged = replace(
-            problem,
-            page_size=PAGE_SIZE_STEP,
-            num_kv_heads=problem.num_q_heads,
-            causal=True,
-            window=None,
-            soft_cap=None,
-            has_alibi=False,
-        )
-        keys.append(KernelKey("decode_combine", merged, combine_threads(problem), device))
+        keys.append(KernelKey("decode_combine", merged_problem(problem), combine_threads(problem), device))
     return keys
+
+
+def merged_problem(problem: AttentionProblem) -> AttentionProblem:
+    """What a combine is compiled for: problems that differ in pages, kv heads or the mask alone share one."""
+    return replace(
+        problem,
+        page_size=PAGE_SIZE_STEP,
+        num_kv_heads=problem.num_q_heads,
+        causal=True,
+        window=None,
+        soft_cap=None,
+        has_alibi=False,
+    )
 
 
 def launch_decode(

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from tl_backend.configs import decode as decode_config
-from tl_backend.configs.choice import Chooser
+from tl_backend.configs.choice import Chooser, PrefillConfig
 from tl_backend.configs.decode import DecodeChoice
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.configs.regime import Regime
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
@@ -19,8 +20,11 @@ from tl_backend.ops.checks import check_supported
 from tl_backend.ops.choices import chooser_for
 from tl_backend.ops.compiled import KERNELS
 from tl_backend.ops.decode import DecodePlan, decode_keys
-from tl_backend.ops.prefill import PrefillPlan, prefill_key, work_list
+from tl_backend.ops.families import PORTABLE_PREFILLS, portable_reason
+from tl_backend.ops.prefill import Pieces, PrefillPlan, combine_key, prefill_key
+from tl_backend.ops.work_list import COLUMNS, Work, tiling, work_list
 from tl_backend.problem import AttentionProblem
+from tl_backend.telemetry import launches
 
 # Host buffers of the work list that take turns. Each is guarded by an event, so that more steps in flight than this
 # would wait for the oldest copy and never overwrite it; asynchronous scheduling has two.
@@ -77,31 +81,39 @@ class AttentionWorkspace:
         self.chooser = chooser or chooser_for(problem, self.spec, batch_invariant=batch_invariant)
         # The decode reads pages, and adds in another order than the prefill.
         self.decodes = problem.is_paged and not batch_invariant
+        # How many pieces a tile of queries has depends on the batch, and pieces add in another order than a whole.
+        self.splits = not batch_invariant
+        self.portable_reason = portable_reason(problem, self.spec)
         self.max_num_reqs, self.max_num_tokens = max_num_reqs, max_num_tokens
-        prefills = cast("tuple[TileConfig, ...]", self.chooser.configs("prefill"))
+        prefills = cast("tuple[PrefillConfig, ...]", self.chooser.configs("prefill"))
         decodes = cast("tuple[DecodeChoice, ...]", self.chooser.configs("decode")) if self.decodes else ()
-        capacity = max_num_tokens // min(config.tokens_per_tile for config in prefills) + max_num_reqs
-        self.work = torch.empty(capacity, 2, dtype=torch.int32, device=device)
-        self._hosts = [_HostBuffer(capacity, pinned=self.spec.is_gpu) for _ in range(NUM_HOST_BUFFERS)]
+        tilings = [tiling(problem, config, self.spec, splits=self.splits) for config in prefills]
+        capacity = max(tiles.capacity(max_num_reqs, max_num_tokens) for tiles in tilings)
+        self.work = torch.empty(capacity, COLUMNS, dtype=torch.int32, device=device)
+        # Blocks of Hopper's prefill take their work by it. Of this workspace alone: launches side by side would mix.
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self._hosts = [_HostBuffer(capacity, pinned=device.type == "cuda") for _ in range(NUM_HOST_BUFFERS)]
         self._turn = 0
+        # One scratch: a step's decode has merged its pieces before its prefill writes some.
         partials = max(
-            (
+            *(tiles.max_partials for tiles in tilings),
+            *(
                 decode_config.max_partials(
                     max_num_reqs, lanes(problem, choice.tile), self.spec, choice.blocks_per_multiprocessor
                 )
                 for choice in decodes
             ),
-            default=0,
+            0,
         )
         heads, head_dim = problem.num_q_heads, problem.head_dim
         self.partial_o = torch.empty(partials, heads, head_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(partials, heads, dtype=torch.float32, device=device)
 
-    def upload(self, work: np.ndarray) -> None:
-        """Copy a work list to the device without waiting for it."""
+    def upload(self, work: Work) -> torch.Tensor:
+        """Copy work to the device without waiting for it: into ``work``; the split list behind it is returned."""
         host = self._hosts[self._turn]
         self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
-        host.copy_to(self.work, work)
+        return host.copy_to(self.work, work)
 
 
 def lanes(problem: AttentionProblem, tile: TileConfig) -> int:
@@ -113,16 +125,21 @@ class _HostBuffer:
     """A host buffer and the event after its last copy to the device."""
 
     def __init__(self, capacity: int, *, pinned: bool) -> None:
-        self._buffer = torch.empty(capacity, 2, dtype=torch.int32, pin_memory=pinned)
+        self._buffer = torch.empty(capacity, COLUMNS, dtype=torch.int32, pin_memory=pinned)
+        self._rows = self._buffer.numpy()
         self._copied = torch.cuda.Event() if pinned else None
 
-    def copy_to(self, device_buffer: torch.Tensor, work: np.ndarray) -> None:
+    def copy_to(self, device_buffer: torch.Tensor, work: Work) -> torch.Tensor:
         if self._copied is not None:
             self._copied.synchronize()
-        self._buffer[: len(work)].numpy()[...] = work
-        device_buffer[: len(work)].copy_(self._buffer[: len(work)], non_blocking=True)
+        num_items = len(work.items)
+        num_rows = num_items + len(work.split)
+        self._rows[:num_items] = work.items
+        self._rows[num_items:num_rows] = work.split
+        device_buffer[:num_rows].copy_(self._buffer[:num_rows], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        return device_buffer[num_items:num_rows]
 
 
 def plan_attention(
@@ -151,7 +168,8 @@ def plan_attention(
         max_seqlen_q: longest query; 1 or less says that every request is a decode.
         max_seqlen_k: longest sequence, or an upper bound.
         workspace: whose buffers the plan uses; they belong to the plan until the next one is made there.
-        seq_lens_cpu_upper_bound: ``[R]`` on the host: orders the prefill's work, longest first. Optional.
+        seq_lens_cpu_upper_bound: ``[R]`` on the host: orders the prefill's work, longest first; and where there is too
+            little of it for the device, Hopper's prefill cuts keys into pieces by it. Optional.
         num_splits: a cap on the pieces that a decode request's keys are cut into; 1 for none. Optional.
 
     Raises:
@@ -202,22 +220,42 @@ def _plan_prefill(
     max_seqlen_k: int,
     seq_lens: np.ndarray | None,
 ) -> PrefillPlan:
-    contexts = None if seq_lens is None else seq_lens - query_lens
     num_tokens, num_requests = int(query_lens[first_request:].sum()), len(query_lens) - first_request
     longest = max_seqlen_k if seq_lens is None else int(seq_lens[first_request:].max())
-    is_first = contexts is not None and not contexts[first_request:].any()
+    is_first = seq_lens is not None and not (seq_lens - query_lens)[first_request:].any()
     regime = Regime.of(
         phase="prefill" if is_first else "extend",
         query_len=-(-num_tokens // num_requests),
         context_len=longest,
         num_requests=num_requests,
     )
+    problem, spec = workspace.problem, workspace.spec
     choice = workspace.chooser.choose(regime)
-    config = cast("TileConfig", choice.config)
-    kernel = KERNELS.get(prefill_key(workspace.problem, config, workspace.spec))
-    work = work_list(query_lens, first_request, config.tokens_per_tile, contexts)
-    workspace.upload(work)
-    return PrefillPlan(kernel=kernel, work=workspace.work, num_work=len(work), source=choice.source)
+    config = cast("PrefillConfig", choice.config)
+    key = prefill_key(problem, config, spec)
+    tiles = tiling(problem, config, spec, splits=workspace.splits)
+    work = work_list(problem, tiles, query_lens, first_request, seq_lens)
+    split = workspace.upload(work)
+    pieces = None
+    if isinstance(config, HopperPrefillConfig):
+        pieces = Pieces(
+            counter=workspace.counter,
+            partial_o=workspace.partial_o,
+            partial_lse=workspace.partial_lse,
+            split=split,
+            tokens_per_tile=tiles.tokens,
+            combine=KERNELS.get(combine_key(problem, spec)) if len(work.split) else None,
+        )
+    elif workspace.portable_reason is not None:
+        launches.record_event(PORTABLE_PREFILLS, workspace.portable_reason)
+    return PrefillPlan(
+        kind=key.kind,
+        kernel=KERNELS.get(key),
+        work=workspace.work,
+        num_work=len(work.items),
+        pieces=pieces,
+        source=choice.source,
+    )
 
 
 def _plan_decode(workspace: AttentionWorkspace, num_decodes: int, max_seqlen_k: int, cap: int | None) -> DecodePlan:

@@ -1,18 +1,43 @@
-"""Launch of the varlen prefill."""
+"""Launch of the varlen prefill, of whichever family serves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from tl_backend.configs.tile import TileConfig
+from tl_backend.configs.choice import PrefillConfig
+from tl_backend.configs.decode import combine_threads
+from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import Strides
 from tl_backend.ops.compiled import Kernel, KernelKey
+from tl_backend.ops.decode import merged_problem
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
+
+PORTABLE, HOPPER, COMBINE = "prefill", "prefill_hopper", "prefill_combine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What Hopper's prefill has beside the portable one: blocks that take work by a counter, and tiles in pieces.
+
+    Attributes:
+        counter: int32 ``[1]``, zero; every launch leaves it so.
+        partial_o: float32 ``[>= pieces * tokens_per_tile of all split tiles, H, D]``.
+        partial_lse: float32, the same rows, ``[..., H]``, base 2.
+        split: int32 ``[C, 4]`` on the device: the split list of ``work_list``.
+        tokens_per_tile: of the config.
+        combine: merges the pieces; None where nothing is split.
+    """
+
+    counter: torch.Tensor
+    partial_o: torch.Tensor
+    partial_lse: torch.Tensor
+    split: torch.Tensor
+    tokens_per_tile: int
+    combine: Kernel | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,44 +45,44 @@ class PrefillPlan:
     """The prefill part of a step.
 
     Attributes:
+        kind: of the kernel: "prefill" or "prefill_hopper".
         kernel: compiled.
-        work: int32 ``[capacity, 2]`` on the device, (request, first token); its first ``num_work`` rows count.
-        num_work: tiles of query tokens.
+        work: int32 ``[capacity, 4]`` on the device, as ``work_list`` makes it; its first ``num_work`` rows count.
+        num_work: pieces of tiles of query tokens.
+        pieces: of Hopper's; None for the portable kernel.
         source: where the kernel's config comes from, for people.
     """
 
+    kind: str
     kernel: Kernel
     work: torch.Tensor
     num_work: int
+    pieces: Pieces | None
     source: str
 
 
-def prefill_key(problem: AttentionProblem, config: TileConfig, device: DeviceSpec) -> KernelKey:
-    """Of the prefill kernel."""
-    return KernelKey("prefill", problem, config, device)
+def prefill_key(problem: AttentionProblem, config: PrefillConfig, device: DeviceSpec) -> KernelKey:
+    """Of the prefill kernel of the config's family."""
+    return KernelKey(HOPPER if isinstance(config, HopperPrefillConfig) else PORTABLE, problem, config, device)
 
 
-def work_list(
-    query_lens: np.ndarray, first_request: int, tokens_per_tile: int, contexts: np.ndarray | None = None
-) -> np.ndarray:
-    """Tiles of the requests from ``first_request`` on, those with most keys first.
+def combine_key(problem: AttentionProblem, device: DeviceSpec) -> KernelKey:
+    """Of the kernel that merges the pieces of Hopper's prefill."""
+    return KernelKey(COMBINE, merged_problem(problem), combine_threads(problem), device)
 
-    Starting with the longest keeps the last wave of blocks short.
+
+def prefill_keys(
+    problem: AttentionProblem, config: PrefillConfig, device: DeviceSpec, *, splits: bool
+) -> list[KernelKey]:
+    """All that launches of a config can ask for.
 
     Args:
-        query_lens: new tokens of each request, ``[R]``.
-        contexts: tokens of each request that are cached already, or an upper bound. Orders the list, and no more.
-
-    Returns:
-        int32 ``[W, 2]`` of (request, first token).
+        splits: whether tiles may be cut into pieces. Those of the portable family never are.
     """
-    tiles = -(-query_lens[first_request:] // tokens_per_tile)
-    requests = np.repeat(np.arange(first_request, len(query_lens)), tiles)
-    starts = np.cumsum(tiles) - tiles
-    tokens = (np.arange(len(requests)) - np.repeat(starts, tiles)) * tokens_per_tile
-    keys = tokens if contexts is None else tokens + contexts[requests]
-    order = np.argsort(-keys, kind="stable")
-    return np.stack([requests, tokens], axis=1)[order].astype(np.int32)
+    keys = [prefill_key(problem, config, device)]
+    if splits and isinstance(config, HopperPrefillConfig):
+        keys.append(combine_key(problem, device))
+    return keys
 
 
 def launch_prefill(
@@ -73,26 +98,53 @@ def launch_prefill(
     strides: Strides,
     extras: tuple[int, ...],
 ) -> None:
-    """One launch. ``k`` and ``v`` are both the cache; or contiguous, with cu_seqlens_k for ``block_table``."""
-    launches.record("prefill", plan.source)
+    """One launch, or two with a combine.
+
+    ``k`` and ``v`` are both the cache; or contiguous, with cu_seqlens_k for ``block_table``.
+    """
+    launches.record(plan.kind, plan.source)
+    pieces = plan.pieces
+    values: tuple[int, ...] = (v.data_ptr(),)
+    scratch: tuple[int, ...] = ()
+    num_blocks: tuple[int, ...] = ()
+    v_strides = strides.v
+    if pieces is not None:  # The family has no use for V apart from the cache, nor for slopes and scales.
+        values, v_strides, extras, num_blocks = (), (), extras[:2], (k.shape[0],)
+        scratch = (pieces.counter.data_ptr(), pieces.partial_o.data_ptr(), pieces.partial_lse.data_ptr())
     plan.kernel(
         q.data_ptr(),
         k.data_ptr(),
-        v.data_ptr(),
+        *values,
         out.data_ptr(),
         *extras,
         block_table.data_ptr(),
         cu_seqlens_q.data_ptr(),
         seq_lens.data_ptr(),
         plan.work.data_ptr(),
+        *scratch,
         plan.num_work,
         q.shape[0],
+        *num_blocks,
         block_table.shape[-1],
         softmax_scale,
         *strides.q,
         *strides.k,
-        *strides.v,
+        *v_strides,
         *strides.out,
         strides.block_table,
         strides.lse,
     )
+    if pieces is not None and pieces.combine is not None:
+        launches.record(COMBINE)
+        pieces.combine(
+            out.data_ptr(),
+            *extras,
+            cu_seqlens_q.data_ptr(),
+            pieces.split.data_ptr(),
+            pieces.partial_o.data_ptr(),
+            pieces.partial_lse.data_ptr(),
+            pieces.split.shape[0],
+            pieces.tokens_per_tile,
+            *strides.out,
+            strides.lse,
+        )

@@ -7,9 +7,8 @@ from typing import cast
 
 import torch
 
-from tl_backend.configs.choice import Chooser
+from tl_backend.configs.choice import Chooser, PrefillConfig
 from tl_backend.configs.decode import DecodeChoice, DecodeConfig
-from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
@@ -18,7 +17,7 @@ from tl_backend.ops.choices import chooser_for
 from tl_backend.ops.compile_pool import TIMEOUT_S, CompilePool
 from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.ops.decode import decode_keys
-from tl_backend.ops.prefill import prefill_key
+from tl_backend.ops.prefill import HOPPER, PORTABLE, prefill_keys
 from tl_backend.problem import AttentionProblem
 
 Progress = Callable[[int, int, str], None]
@@ -42,16 +41,16 @@ def required_kernels(
     """
     check_supported(problem, device)
     chooser = chooser or chooser_for(problem, device, batch_invariant=batch_invariant)
-    keys = [
-        prefill_key(problem, config, device) for config in cast("tuple[TileConfig, ...]", chooser.configs("prefill"))
-    ]
+    keys = []
+    for config in cast("tuple[PrefillConfig, ...]", chooser.configs("prefill")):
+        keys += prefill_keys(problem, config, device, splits=not batch_invariant)
     if problem.is_paged and not batch_invariant:
         choices = cast("tuple[DecodeChoice, ...]", chooser.configs("decode"))
         for tile in dict.fromkeys(choice.tile for choice in choices):
             keys += [*decode_keys(problem, tile, device, split=False), *decode_keys(problem, tile, device, split=True)]
     if problem.is_paged:
         keys.append(cache_write_key(cache_write_problem(problem), device))
-    return list(dict.fromkeys(keys))  # Tiles share the combine.
+    return list(dict.fromkeys(keys))  # Tiles share their combine.
 
 
 def prepare(
@@ -85,12 +84,18 @@ def prepare(
         try:
             KERNELS.get(key)
         except EnvironmentProblemError as error:
-            tile = key.config.tile if isinstance(key.config, DecodeConfig) else key.config
-            if not isinstance(tile, TileConfig) or not chooser.drop(key.kind, tile, str(error)):
+            if not _drop(chooser, key, str(error)):
                 raise
     if on_progress is not None:
         on_progress(len(keys), len(keys), "")
     return [key.kind for key in keys]
+
+
+def _drop(chooser: Chooser, key: KernelKey, reason: str) -> bool:
+    """Have a chooser do without the configs that need a kernel; False where it cannot."""
+    if isinstance(key.config, DecodeConfig):
+        return chooser.drop("decode", key.config.tile, reason)
+    return key.kind in (PORTABLE, HOPPER) and chooser.drop("prefill", key.config, reason)
 
 
 def fill_disk_cache(

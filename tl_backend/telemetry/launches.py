@@ -1,7 +1,7 @@
 """How often each kernel was launched in this process, by which row of a table, and the file that says so.
 
-The count is the proof that a request ran on these kernels and not on another backend's. Kernels: "prefill", "decode",
-"decode_combine", "cache_write".
+The count is the proof that a request ran on these kernels and not on another backend's. Kernels: "prefill",
+"prefill_hopper", "prefill_combine", "decode", "decode_combine", "cache_write", "merge".
 """
 
 from __future__ import annotations

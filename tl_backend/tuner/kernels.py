@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterable
-from typing import cast
 
 from tl_backend.configs.choice import Config
 from tl_backend.configs.decode import DecodeChoice
-from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.compile_pool import Compiled, CompilePool
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.decode import decode_keys
 from tl_backend.ops.launcher import Artifact
-from tl_backend.ops.prefill import prefill_key
+from tl_backend.ops.prefill import prefill_keys
 from tl_backend.problem import AttentionProblem
 
 
-def kernels_of(kind: str, config: Config, problem: AttentionProblem, device: DeviceSpec) -> tuple[KernelKey, ...]:
+def kernels_of(config: Config, problem: AttentionProblem, device: DeviceSpec) -> tuple[KernelKey, ...]:
     """All that launches of a config can ask for. Decodes that differ in their blocks alone share them."""
-    if kind == "prefill":
-        return (prefill_key(problem, cast("TileConfig", config), device),)
-    tile = cast("DecodeChoice", config).tile
+    if not isinstance(config, DecodeChoice):
+        return tuple(prefill_keys(problem, config, device, splits=True))
     splits = (False, True) if device.is_gpu else (False,)  # With one multiprocessor no request is ever cut.
-    return tuple(key for split in splits for key in decode_keys(problem, tile, device, split=split))
+    return tuple(key for split in splits for key in decode_keys(problem, config.tile, device, split=split))
 
 
 class Kernels:

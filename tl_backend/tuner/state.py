@@ -48,7 +48,7 @@ class State:
         self.numbers = {case: number for number, case in enumerate(self.cases)}
         self.short: dict[str, frozenset[int]] = {}
         self.keys = {
-            (kind, index): kernels_of(kind, config, plan.problem, plan.device)
+            (kind, index): kernels_of(config, plan.problem, plan.device)
             for kind, configs in plan.candidates.items()
             for index, config in enumerate(configs)
         }
