@@ -29,6 +29,7 @@ def write(folder: Path, pid: int, kernels: dict[str, int], age: float = 0.0) -> 
         GOOD | {"prefill": 12, "cache_write": 4 * 34},  # three chunks
         GOOD | {"decode": 4 * 32, "cache_write": 4 * 33},  # a step ahead
         GOOD | {"decode_combine": 4 * 31},
+        GOOD | {"prefill": 0, "prefill_hopper": 4, "prefill_combine": 4},  # on Hopper
     ],
 )
 def test_whole_counts_pass(counts: dict[str, int]) -> None:

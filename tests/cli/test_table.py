@@ -19,6 +19,7 @@ from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.configs.rows import Modelled, Settled
 from tl_backend.configs.table import Table, dump_table
 from tl_backend.configs.tile import TileConfig
+from tl_backend.tuner.progress import describe_config
 from tl_backend.tuner.store import Store
 
 ROW = make_row()
@@ -95,6 +96,8 @@ def test_show(store: Store, tmp_path: Path) -> None:
     assert answer("show", "@1")["device"]["name"] == "cpu"  # This machine's.
     path = write(tmp_path / "mine.json", UNFIT)
     assert answer("show", path) == json.loads(dump_table(UNFIT))
+    assert "hopper: 128x128, 4 heads" in table("show", path).stdout
+    assert describe_config(BIG) == "128x128, 4 heads, 4 stages and 2 of Q, 384 threads"
     text = table("show", "nvidia_h200").stdout
     for words in ("nvidia_h200 generation 1", "32/8 D128", "1.19 (1.18 to 1.21)", "50.5", "the default is the best"):
         assert words in text

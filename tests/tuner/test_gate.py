@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from tl_backend.configs.choice import FixedChooser
+from tl_backend.configs.decode import DecodeChoice
+from tl_backend.configs.prefill_hopper import HEAD_DIMS
+from tl_backend.configs.space import space
 from tl_backend.device import DeviceSpec
 from tl_backend.ops import decode, prefill
+from tl_backend.ops.work_list import tiling, work_list
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import make_problem
-from tl_backend.tuner.gate import Gate
+from tl_backend.tuner.gate import SAMPLES, Gate
 
 CPU = torch.device("cpu")
 PLAIN = make_problem(4, 2, 32, 16)
@@ -29,6 +34,19 @@ def test_defaults_pass(kind: str, problem: AttentionProblem) -> None:
     if kind == "decode" and not problem.is_paged:
         pytest.skip("contiguous keys are never decoded")
     assert Gate(kind, problem, CPU).refusal(FixedChooser(problem, DeviceSpec.of(CPU))) is None
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("heads", [(32, 8), (28, 4), (8, 1), (32, 32)])
+def test_a_sample_is_cut_into_pieces_by_every_candidate_of_hoppers(head_dim: int, heads: tuple[int, int]) -> None:
+    """Else no search would see a combine that is wrong."""
+    problem, device = make_problem(*heads, head_dim, 16, dtype="bfloat16"), DeviceSpec.absent("sm_90")
+    for config in space("prefill", problem, device).kept:
+        assert not isinstance(config, DecodeChoice)
+        tiles = tiling(problem, config, device, splits=True)
+        columns = [np.array(sample.lens).T for sample in SAMPLES["prefill"]]
+        works = [work_list(problem, tiles, queries, 0, keys) for queries, keys in columns]
+        assert any(len(work.split) for work in works), config
 
 
 def off_by(factor: float) -> Callable[..., None]:

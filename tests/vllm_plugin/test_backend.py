@@ -58,8 +58,19 @@ def test_declared_block_sizes_are_problems(block_size):
     assert block_size % declared.base == 0
     assert refusals(block_size=block_size) == []
     assert problem_of(SHAPE, page_size=block_size).page_size == block_size
-    # vLLM's own choice stays: 16 on GPUs, 128 on CPUs.
+    # vLLM's own choice stays: 16 on GPUs but Hopper, 128 on CPUs.
     assert TileLangBackend.get_preferred_block_size(block_size) == block_size
+
+
+@pytest.mark.parametrize(("cuda", "capability"), [(True, (9, 0)), (True, (8, 0)), (True, (10, 0)), (False, (9, 0))])
+def test_hopper_has_large_blocks_where_nobody_chose(cuda, capability, monkeypatch):
+    """gfx90a, too, calls itself 9.0."""
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cuda", lambda self: cuda)
+    monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(*capability))
+    sizes = [TileLangBackend.get_preferred_block_size(size) for size in (16, 64, 256)]
+    assert sizes == ([128, 128, 256] if cuda and capability == (9, 0) else [16, 64, 256])
+    assert all(refusals(block_size=size) == [] for size in sizes)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 24, 100])  # CASES.md B14.

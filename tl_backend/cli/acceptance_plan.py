@@ -53,7 +53,8 @@ def _kind(key: KernelKey) -> str:
     """As ``Work.kinds`` calls it."""
     if key.kind == "decode_combine" or (key.kind == "decode" and key.config.split):
         return "decode_split"
-    return key.kind
+    # Whichever family serves.
+    return "prefill" if key.kind in ("prefill_hopper", "prefill_combine") else key.kind
 
 
 def _gpu_work() -> tuple[Work, ...]:

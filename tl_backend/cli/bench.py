@@ -221,8 +221,8 @@ def _compile(problem: AttentionProblem, spec: DeviceSpec, decode: bool) -> None:
     from tl_backend.measure.ceilings import ceiling_kernels
     from tl_backend.ops.prepare import fill_disk_cache, required_kernels
 
-    kinds = ("decode", "decode_combine") if decode else ("prefill",)
-    keys = [key for key in required_kernels(problem, spec) if key.kind in kinds]
+    phase = "decode" if decode else "prefill"  # Kernels of any family, and their combines.
+    keys = [key for key in required_kernels(problem, spec) if key.kind.startswith(phase)]
     keys += ceiling_kernels(spec, problem.dtype)
     with Progress(console=progress(), transient=True) as bar:
         task = bar.add_task("compiling", total=len(keys))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tl_backend.errors import TLBackendError
 
-# Kernels of which exactly one runs in a layer at a step that has one request.
-ATTENTION_KERNELS = ("prefill", "decode")
+# Kernels of which exactly one runs in a layer at a step that has one request; prefills of either family.
+PREFILLS, DECODES = ("prefill", "prefill_hopper"), ("decode",)
 SNAPSHOT_SECONDS = 10.0
 POLL_SECONDS = 0.1
 
@@ -61,7 +61,7 @@ def check_counts(counts: dict[str, int], *, num_layers: int, num_tokens: int) ->
     Raises:
         LaunchCheckError: a layer of a step ran elsewhere, or nothing ran.
     """
-    prefill, decode = (counts.get(kernel, 0) for kernel in ATTENTION_KERNELS)
+    prefill, decode = (sum(counts.get(kernel, 0) for kernel in kernels) for kernels in (PREFILLS, DECODES))
     writes = counts.get("cache_write", 0)
     floor = num_layers * num_tokens
     problems = [

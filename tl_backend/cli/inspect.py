@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from tl_backend.cli.inspect_key import KINDS, kernel_key
 from tl_backend.cli.options import ArchOption, MultiprocessorsOption, device_of, format_problem, parse_problem
 from tl_backend.cli.output import JsonOption, people, print_json, progress
 from tl_backend.configs.occupancy import Occupancy, occupancy
-from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, InvalidInputError, UnsupportedError, describe
-from tl_backend.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tl_backend.ops.code_report import CodeReport
     from tl_backend.ops.compiled import KernelKey
     from tl_backend.ops.target_compiler import Compiled
-
-KINDS = ("prefill", "decode", "decode_combine", "cache_write", "merge")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,57 +100,6 @@ def inspect(
         raise typer.Exit(1)
 
 
-def kernel_key(kind: str, problem: AttentionProblem, device: DeviceSpec, config: str | None = None) -> KernelKey:
-    """The key of a kernel with its default config, or with fields of it replaced.
-
-    Args:
-        config: JSON, an object of such fields. Those of a decode are its tile's, and "split".
-
-    Raises:
-        InvalidInputError: an unknown kernel, or a config that is malformed or illegal.
-        UnsupportedError: the device does not serve the problem.
-    """
-    from tl_backend.configs.decode import default_decode_tile
-    from tl_backend.configs.prefill import default_prefill_config
-    from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
-    from tl_backend.ops.checks import check_supported
-    from tl_backend.ops.decode import decode_keys
-    from tl_backend.ops.merge import merge_key
-    from tl_backend.ops.prefill import prefill_key
-
-    if kind not in KINDS:
-        raise InvalidInputError(
-            describe("--kernel", value=kind, limit=f"one of {', '.join(KINDS)}", remedy="Pass one of them.")
-        )
-    if not problem.is_paged and kind not in ("prefill", "merge"):
-        raise InvalidInputError(
-            describe(
-                "problem", value="contiguous", limit=f"{kind} is for a cache", remedy="Say page16, or another page."
-            )
-        )
-    check_supported(problem, device)
-    changes = _changes(config)
-    if kind == "prefill":
-        tile = _changed(default_prefill_config(problem, device), changes)
-        _check_legal(tile.illegal_reason(problem, device))
-        return prefill_key(problem, tile, device)
-    if kind == "decode":
-        split = bool(changes.pop("split", True))
-        tile = _changed(default_decode_tile(problem, device), changes)
-        _check_legal(tile.illegal_reason(problem, device))
-        return decode_keys(problem, tile, device, split=split)[0]
-    if kind == "cache_write":
-        key = cache_write_key(cache_write_problem(problem), device)
-        return key._replace(config=_changed(key.config, changes))
-    if changes:
-        raise InvalidInputError(
-            describe("--config", value=config, limit=f"{kind} has no choices", remedy="Leave it out.")
-        )
-    if kind == "merge":
-        return merge_key(problem, device)
-    return decode_keys(problem, default_decode_tile(problem, device), device, split=True)[1]
-
-
 def inspect_kernel(key: KernelKey, *, compiles: bool = True) -> Inspection:
     """Generate and read the code of a kernel; compile it, if a compiler is here.
 
@@ -221,41 +164,6 @@ def document(found: Inspection) -> dict[str, Any]:
         "no_compiler": found.no_compiler,
         "faults": found.faults,
     }
-
-
-def _changes(config: str | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    try:
-        value = json.loads(config)
-    except ValueError as error:
-        value = error
-    if not isinstance(value, dict):
-        example = '\'{"block_m": 128, "threads": 256}\''
-        raise InvalidInputError(
-            describe("--config", value=config, limit="it must be a JSON object", remedy=f"An example: {example}.")
-        )
-    return value
-
-
-def _changed(default: T, changes: Mapping[str, Any]) -> T:
-    """The default with fields replaced, each by a value of its type."""
-    values = {field.name: getattr(default, field.name) for field in fields(default)}  # type: ignore[arg-type]
-    types = {name: int if value is None else type(value) for name, value in values.items()}  # None: TileLang's choice.
-    for name, value in changes.items():
-        if name not in types or type(value) is not types[name] or (types[name] is int and value < 0):
-            said = ", ".join(f"{field} ({kind.__name__})" for field, kind in types.items())
-            raise InvalidInputError(
-                describe("--config", value=f"{name} = {value!r}", limit=f"the fields are {said}", remedy="Correct it.")
-            )
-    return replace(default, **changes)  # type: ignore[type-var]
-
-
-def _check_legal(reason: str | None) -> None:
-    if reason is not None:
-        raise UnsupportedError(
-            describe("config", value=reason, limit="the device must be able to run it", remedy="Choose a smaller tile.")
-        )
 
 
 def _table(found: Inspection) -> Table:

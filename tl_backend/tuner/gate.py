@@ -28,9 +28,13 @@ class Sample:
 
 
 # Odd, and at the ends of tiles and pages; a decode row that the prefill must serve; one of several tiles of rows and of
-# keys. Decodes that write the output, and few enough to be cut, one of them into more pieces than it has tiles.
+# keys; and few tiles of many keys, which Hopper's prefill cuts. Decodes that write the output, and few enough to be
+# cut, one of them into more pieces than it has tiles.
 SAMPLES = {
-    "prefill": (Sample(lens=((5, 5), (130, 301), (1, 77), (17, 128), (200, 661))),),
+    "prefill": (
+        Sample(lens=((5, 5), (130, 301), (1, 77), (17, 128), (200, 661))),
+        Sample(lens=((9, 3001), (2, 50))),
+    ),
     "decode": (
         Sample(lens=((1, 1), (1, 131), (1, 64), (1, 1000), (1, 2049)), num_splits=1),
         Sample(lens=((1, 2049), (1, 33))),
@@ -64,9 +68,10 @@ class _Check:
 
     def refusal(self, chooser: Chooser) -> str | None:
         plan = self._batch.plan(chooser, num_splits=self._sample.num_splits)
-        if plan.decode is not None:
-            plan.decode.partial_o.fill_(math.nan)
-            plan.decode.partial_lse.fill_(math.nan)
+        for scratch in (plan.decode, None if plan.prefill is None else plan.prefill.pieces):
+            if scratch is not None:
+                scratch.partial_o.fill_(math.nan)
+                scratch.partial_lse.fill_(math.nan)
         launch, out = self._batch.tilelang(plan=plan)
         first = _run(launch, out)
         if (reason := self._wrong(first)) is not None:

@@ -28,6 +28,11 @@ FP8_SPELLINGS: tuple[CacheDType, ...] = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # gfx90a, gfx942 and gfx950 as vLLM numbers them. gfx908 and gfx940 share numbers; DeviceSpec.of refuses them by name.
 ROCM_CAPABILITIES = ((9, 0), (9, 4), (9, 5))
 
+# Hopper's prefill fetches a tile of 128 keys with few copies where a page holds it: on an H200 5% faster than from
+# pages of 16 (8192 new tokens of 32/8, D 128: 640 and 607 TFLOP/s; from pages of 64 632), 9% in ragged batches. Decodes
+# gain up to 7% (from 16.0 to 15.2 us for one request of 1024 keys), and lose up to 2% where there are many.
+HOPPER, HOPPER_BLOCK_SIZE = (9, 0), 128
+
 SERVED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
 
@@ -66,6 +71,14 @@ class TileLangBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         """Any multiple of 16, so that the odd block sizes of hybrid models (272, 528, 1056, ...) are not split."""
         return [MultipleOf(PAGE_SIZE_STEP)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """What a server has that was given no ``--block-size``. vLLM asks a worker, once its model is loaded."""
+        if current_platform.is_cuda() and current_platform.is_device_capability(HOPPER):
+            return max(default_block_size, HOPPER_BLOCK_SIZE)
+        preferred: int = super().get_preferred_block_size(default_block_size)
+        return preferred
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
