@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from tl_backend.device import DeviceSpec
+from tl_backend.errors import EnvironmentProblemError
 from tl_backend.measure.ceilings import ceiling_kernels, ceilings
 from tl_backend.measure.results import document, write_results
 from tl_backend.measure.rows import TILELANG, Kernel, Row, measure_row
 from tl_backend.measure.workload import Workload
-from tl_backend.ops.compiled import KINDS, KernelKey
+from tl_backend.ops.compile_pool import CompilePool
+from tl_backend.ops.compiled import KERNELS, KINDS, KernelKey
 from tl_backend.ops.prepare import fill_disk_cache, required_kernels
 from tl_backend.problem import AttentionProblem
 
@@ -38,6 +40,28 @@ def compile_all(
     print()
     if fatal := [message for key, message in errors.items() if key in keys]:
         raise SystemExit("\n".join(fatal))
+
+
+def load_all(keys: Iterable[KernelKey]) -> dict[KernelKey, str]:
+    """Compile kernels side by side, and load each here as it comes: none is traced a second time.
+
+    Returns:
+        The error of each kernel that did not compile.
+    """
+    keys, errors = list(dict.fromkeys(keys)), {}
+    with CompilePool() as pool:
+        pool.add(keys)
+        for done in range(1, len(keys) + 1):
+            outcome = pool.results.get()
+            try:
+                if outcome.artifact is None:
+                    raise EnvironmentProblemError(outcome.error or "it did not compile")
+                KERNELS.load(outcome.key, outcome.artifact)
+            except EnvironmentProblemError as error:
+                errors[outcome.key] = str(error)
+            print(f"\rcompiled {done} of {len(keys)} kernels, last a {outcome.key.kind} ", end="", flush=True)
+    print()
+    return errors
 
 
 def run(

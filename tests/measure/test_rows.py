@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tl_backend.measure import rows as module
+from tl_backend.measure.answers import Answers
 from tl_backend.measure.ceilings import Ceilings
 from tl_backend.measure.results import document, write_results
-from tl_backend.measure.rows import TILELANG, measure_row
+from tl_backend.measure.rows import TILELANG, Method, measure_batch, measure_row
 from tl_backend.measure.workload import Batch, Workload
 from tl_backend.testing.cases import make_problem
 
@@ -58,7 +59,7 @@ def test_a_kernel_that_fails_is_not_timed(launch, said: str, monkeypatch: pytest
 def test_a_peer_that_no_graph_captures_costs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = []
 
-    def as_graph(launch, device):
+    def as_graph(launch, device, repeats):
         captured.append(launch)
         if len(captured) > 1:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -68,3 +69,28 @@ def test_a_peer_that_no_graph_captures_costs_itself(monkeypatch: pytest.MonkeyPa
     row = measure_row(WORKLOAD, CPU, CEILINGS, rounds=3, max_rounds=3)
     assert row.kernels.keys() == {TILELANG}
     assert row.absent["sdpa-flash"].startswith("no graph captures it: RuntimeError: operation not permitted")
+
+
+def test_a_step_s_cost_is_charged_and_told() -> None:
+    batch = Batch(WORKLOAD, CPU)
+    method = Method(rounds=3, max_rounds=3, layers=2)
+    row = measure_batch(batch, Answers(batch), CEILINGS, method, variants={"the same": None})
+    assert row.step.keys() == {TILELANG, "the same"}
+    assert row.step[TILELANG].host_us > 0
+    assert row.variants["the same"].times.keys() == {"sdpa-flash"}
+    assert row.variants["the same"].error == row.error
+
+
+def test_a_launch_that_is_right_once_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tilelang = Batch.tilelang
+
+    def once(self, plan):
+        launch, out = tilelang(self, plan=plan)
+        left = [launch]
+        return lambda: left.pop()() if left else None, out
+
+    monkeypatch.setattr(Batch, "tilelang", once)
+    row = measure_row(WORKLOAD, CPU, CEILINGS)
+    assert row.problems.startswith("its answer is off by nan")
+    assert row.error < 1e-5
+    assert row.kernels == {}

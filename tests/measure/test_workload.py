@@ -1,5 +1,7 @@
 """Workloads: what they count, and that their tensors get a right answer, with every feature of a problem."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -74,3 +76,25 @@ def test_pairs_are_those_that_the_reference_attends_to(name: str) -> None:
 def test_lengths_that_do_not_fit_are_refused(query_lens, seq_lens) -> None:
     with pytest.raises(InvalidInputError, match="lengths of a test"):
         workload(PROBLEMS["paged"], query_lens=query_lens, seq_lens=seq_lens)
+
+
+@pytest.mark.parametrize("name", ["paged", "8-bit cache", "sinks, ALiBi, log-sum-exp"])
+def test_a_batch_like_another_has_its_data_in_other_pages(name: str) -> None:
+    first = Batch(workload(PROBLEMS[name]), CPU)
+    for page_size in (64, 16, 128):
+        other = Batch(workload(dataclasses.replace(PROBLEMS[name], page_size=page_size)), CPU, like=first)
+        assert other.kv_cache.shape[2] == page_size
+        assert other.block_table.shape[1] == -(-90 // page_size)
+        assert relative_rms(other.reference(), first.reference()) < 1e-12
+        for mine, its in zip(other.keys_and_values(2), first.keys_and_values(2), strict=True):
+            torch.testing.assert_close(mine.float(), its.float(), rtol=0, atol=0)
+
+
+def test_a_planner_plans_again_in_the_same_buffers() -> None:
+    batch = Batch(workload(PROBLEMS["paged"]), CPU)
+    planner = batch.planner()
+    first, second = planner(), planner()
+    assert first.prefill.work.data_ptr() == second.prefill.work.data_ptr()
+    launch, out = batch.tilelang(plan=second)
+    launch()
+    assert relative_rms(out, batch.reference()) < 1e-5

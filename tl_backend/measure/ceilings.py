@@ -68,15 +68,16 @@ def _matmul_problem(device: DeviceSpec, dtype: str) -> GemmProblem:
     return GemmProblem(m=size, n=size, k=size, dtype=dtype)
 
 
-def ceilings(device: torch.device, dtype: str | None = None) -> Ceilings:
+def ceilings(device: torch.device, dtype: str | None = None, *, own: bool = True) -> Ceilings:
     """What the device reaches now. A kernel that fails or answers wrong costs itself, and is named.
 
     Args:
         dtype: of the matmul. Default: bfloat16 on a GPU, float32 on a CPU.
+        own: whether this package's programs are measured, too, and not torch's alone.
     """
     dtype = dtype or DeviceSpec.of(device).dtypes[-1]
     errors: dict[str, str] = {}
-    tflops, tbps = _matmul_tflops(device, dtype, errors), _copy_tbps(device, errors)
+    tflops, tbps = _matmul_tflops(device, dtype, errors, own), _copy_tbps(device, errors, own)
     return Ceilings(
         matmul_tflops=max(tflops.values()),
         copy_tbps=max(tbps.values()),
@@ -88,7 +89,7 @@ def ceilings(device: torch.device, dtype: str | None = None) -> Ceilings:
     )
 
 
-def _matmul_tflops(device: torch.device, dtype: str, errors: dict[str, str]) -> dict[str, float]:
+def _matmul_tflops(device: torch.device, dtype: str, errors: dict[str, str], own: bool) -> dict[str, float]:
     spec = DeviceSpec.of(device)
     problem = _matmul_problem(spec, dtype)
     a, b = (torch.randn(problem.m, problem.k, device=device).to(getattr(torch, dtype)) for _ in range(2))
@@ -101,12 +102,12 @@ def _matmul_tflops(device: torch.device, dtype: str, errors: dict[str, str]) -> 
         return None if error <= TOLERANCE else f"its product is off by {error:.1e}; {TOLERANCE:.0e} is the limit"
 
     launches: dict[str, Launch] = {TORCH: lambda: torch.mm(a, b.T, out=out)}
-    for config in gemm_configs(problem, spec):
+    for config in gemm_configs(problem, spec) if own else ():
         launches[str(config)] = partial(gemm, a, b, out=out, config=config)
     return {name: problem.flops / ms / 1e9 for name, ms in _times(launches, out, wrong, device, errors).items()}
 
 
-def _copy_tbps(device: torch.device, errors: dict[str, str]) -> dict[str, float]:
+def _copy_tbps(device: torch.device, errors: dict[str, str], own: bool) -> dict[str, float]:
     source = torch.randint(256, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -114,7 +115,7 @@ def _copy_tbps(device: torch.device, errors: dict[str, str]) -> dict[str, float]
         return None if torch.equal(source, target) else "what it copied differs"
 
     launches: dict[str, Launch] = {TORCH: lambda: target.copy_(source)}
-    for config in copy_configs(DeviceSpec.of(device)):
+    for config in copy_configs(DeviceSpec.of(device)) if own else ():
         launches[str(config)] = partial(copy, source, target, config=config)
     return {name: 2 * len(source) / ms / 1e9 for name, ms in _times(launches, target, wrong, device, errors).items()}
 

@@ -24,11 +24,13 @@ class Peer:
         what: the program and its version, for people.
         launch: one attention; what is prepared once a step is prepared already.
         output: ``[T, H, D]`` of the last launch.
+        prepare: what is done once a step, as often as it is called; None for nothing.
     """
 
     what: str
     launch: Launch
     output: Callable[[], torch.Tensor]
+    prepare: Launch | None = None
 
 
 def refuse_features(batch: Batch, *served: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +29,14 @@ class Field:
     absent: dict[str, str]
 
 
-def peers_of(batch: Batch, answers: Answers) -> Field:
-    """Every peer that serves a batch here. One that raises or answers wrong costs itself, and says why."""
+def peers_of(batch: Batch, answers: Answers, peers: Mapping[str, Callable[[Batch], Peer]] | None = None) -> Field:
+    """Every peer that serves a batch here. One that raises or answers wrong costs itself, and says why.
+
+    Args:
+        peers: who is asked. Default: ``PEERS``.
+    """
     found = Field(peers={}, absent={})
-    for name, make in PEERS.items():
+    for name, make in (PEERS if peers is None else peers).items():
         try:
             peer = make(batch)
             peer.launch()

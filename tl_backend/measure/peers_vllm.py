@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -110,32 +111,80 @@ def _pages(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def flash_attention_3(batch: Batch) -> Peer:
-    """FA3 as vLLM builds it, without scheduler metadata.
+    """FA3 as vLLM calls it: with the scheduler metadata of the step, where vLLM makes any.
 
     Raises:
         NotThereError: neither FA3_LIBRARY nor an installed vLLM has its library, or the device is not Hopper.
     """
+    refuse_features(batch, "window", "soft cap", "sinks")
+    return _flash_attention_3(batch, batch.store, "FlashAttention-3 of vLLM")
+
+
+def flash_attention_3_16_bit(batch: Batch) -> Peer:
+    """FA3 as vLLM calls it, on a 16-bit copy of an 8-bit cache: on the cache itself it would round the queries, too.
+
+    Raises:
+        NotThereError: as above.
+    """
     p = batch.workload.problem
-    refuse_features(batch, "window", "soft cap")
+    if not p.is_quantized:
+        return flash_attention_3(batch)
+    refuse_features(batch, "window", "soft cap", "sinks", "8-bit cache")
+    assert batch.store is not None
+    halves = (
+        side.to(torch.float32) * batch.extras[scale]
+        for side, scale in zip(batch.store.split(p.head_dim, dim=-1), ("k_scale", "v_scale"), strict=True)
+    )
+    copy = torch.cat(tuple(halves), dim=-1).to(batch.q.dtype)
+    return _flash_attention_3(batch, copy, f"FlashAttention-3 of vLLM on a {p.dtype} copy of the cache")
+
+
+def _flash_attention_3(batch: Batch, store: torch.Tensor | None, what: str) -> Peer:
+    """``store``: of keys and values, as ``batch.store`` has them; None where they are not paged."""
     if batch.device.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(batch.device)[0] != 9:
         raise NotThereError("it needs a Hopper GPU")
     torch.ops.load_library(_library())
-    out = batch.new_out()
-    if batch.store is not None:
-        keys, values = batch.store.split(p.head_dim, dim=-1)
+    out, fa3 = batch.new_out(), torch.ops._vllm_fa3_C
+    prepare = partial(fa3.get_scheduler_metadata, *metadata_arguments(batch)) if makes_metadata(batch) else None
+    arguments = flash_attention_3_arguments(batch, store, out, None if prepare is None else prepare())
+    return Peer(what=what, launch=lambda: fa3.fwd(*arguments), output=lambda: out, prepare=prepare)
+
+
+def makes_metadata(batch: Batch) -> bool:
+    """Whether vLLM's builder makes FA3's scheduler metadata for a layer like this one.
+
+    It does not where windows differ between layers. The models with windows, soft caps or sinks alternate layers with
+    and without a window: so it makes none for those.
+    """
+    p = batch.workload.problem
+    return p.is_paged and p.window is None and p.soft_cap is None and p.sinks_dtype is None
+
+
+def metadata_arguments(batch: Batch) -> tuple[Any, ...]:
+    """Of FA3's ``get_scheduler_metadata``, as in vllm/v1/attention/backends/flash_attn.py of vLLM 0.33."""
+    p = batch.workload.problem
+    sizes = (len(batch.workload.seq_lens), batch.max_q, batch.max_k, p.num_q_heads, p.num_kv_heads, p.head_dim)
+    lens = (batch.seq_lens, batch.starts, None, None, None, None, p.page_size, 0)
+    # No window, no soft cap, splits by its own heuristic, heads packed by its own, all multiprocessors.
+    return (*sizes, p.head_dim, batch.q.dtype, *lens, p.causal, -1, -1, False, 0, None, 0)
+
+
+def flash_attention_3_arguments(
+    batch: Batch, store: torch.Tensor | None, out: torch.Tensor, metadata: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Of FA3's ``fwd``, as in vllm/vllm_flash_attn/flash_attn_interface.py of vLLM 0.33."""
+    p = batch.workload.problem
+    if store is not None:
+        keys, values = store.split(p.head_dim, dim=-1)
         key_starts, seq_lens = None, batch.seq_lens
     else:
         keys, values, key_starts, seq_lens = batch.k, batch.v, batch.key_starts, None
     window = (-1, -1) if p.window is None else (p.window - 1, 0 if p.causal else p.window - 1)
-    # Positions as in vllm/vllm_flash_attn/flash_attn_interface.py of vLLM 0.33.
     before = (batch.q, keys, values, None, None, None, out, batch.starts, key_starts, None, None, seq_lens)
     lens = (batch.max_q, batch.max_k, batch.block_table)
-    after = (p.head_dim**-0.5, p.causal, *window, p.soft_cap or 0.0, True, None, 0, None, 0, None, 1, 0, None)
-
-    def launch() -> None:
-        torch.ops._vllm_fa3_C.fwd(*before, *lens, *[None] * 8, *after)
-
-    return Peer(what="FlashAttention-3 of vLLM", launch=launch, output=lambda: out)
+    nothing = (None,) * 8  # Of another batch index, left padding, rotary embeddings and scales.
+    features = (p.head_dim**-0.5, p.causal, *window, p.soft_cap or 0.0, True)
+    return (*before, *lens, *nothing, *features, metadata, 0, None, 0, batch.extras.get("sinks"), 1, 0, None)
 
 
 def _library() -> str:

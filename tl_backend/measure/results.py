@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import functools
 import importlib.metadata
 import json
 import subprocess
@@ -30,6 +31,7 @@ def environment(device: torch.device) -> dict[str, str]:
     return {"gpu": torch.cuda.get_device_name(device), "driver": driver} | _versions()
 
 
+@functools.cache
 def _nvidia_driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,6 +100,12 @@ class Batch:
     Paged keys and values lie in pages in random order, and queries are a view of a fused qkv buffer, as in an engine.
     Where they are not paged, q, k and v are dense.
 
+    Args:
+        workload: its lengths and problem.
+        device: where its tensors are.
+        like: a paged batch of the same lengths, whose problem differs in the page size alone: then queries, keys and
+            values are its own, in pages anew, and so the answer is the same.
+
     Attributes:
         q: ``[T, H, D]``.
         kv_cache: ``[num_blocks, HK, page, 2 * D]``, NHD in memory; None where not paged.
@@ -109,13 +116,15 @@ class Batch:
         extras: tensors that the problem has besides: sinks, alibi_slopes, k_scale, v_scale.
     """
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    def __init__(self, workload: Workload, device: torch.device, *, like: Batch | None = None) -> None:
         self.workload, self.device, p = workload, device, workload.problem
         self.store: torch.Tensor | None = None
         self.kv_cache: torch.Tensor | None = None
         self.block_table: torch.Tensor | None = None
         self.k: torch.Tensor | None = None
         self.v: torch.Tensor | None = None
+        self.q: torch.Tensor
+        self.extras: dict[str, torch.Tensor]
         starts, key_starts = (
             torch.tensor([0, *lens]).cumsum(0).int() for lens in (workload.query_lens, workload.seq_lens)
         )
@@ -123,6 +132,11 @@ class Batch:
         self.seq_lens = torch.tensor(workload.seq_lens, dtype=torch.int32, device=device)
         self.max_q, self.max_k = max(workload.query_lens), max(workload.seq_lens)
         dtype, rows, width = getattr(torch, p.dtype), sum(workload.query_lens), p.num_q_heads * p.head_dim
+        if like is not None:
+            self._make_cache()
+            self._copy_rows(like)
+            self.q, self.extras = like.q, like.extras
+            return
         if p.is_paged:
             self._make_cache()
             fused = torch.randn(rows, width + 2 * p.num_kv_heads * p.head_dim, device=device, dtype=dtype)
@@ -147,6 +161,27 @@ class Batch:
         for row, ids in enumerate(order.split(pages)):
             self.block_table[row, : len(ids)] = ids
 
+    def _copy_rows(self, other: Batch) -> None:
+        """Fill the cache with another's keys and values."""
+        page_size = self.workload.problem.page_size
+        assert page_size is not None
+        assert self.block_table is not None
+        store = _indexed(self.store)
+        for request, seq_len in enumerate(self.workload.seq_lens):
+            rows, (whole, rest) = other._stored_rows(request), divmod(seq_len, page_size)
+            pages = self.block_table[request].long()
+            store[pages[:whole]] = rows[: seq_len - rest].unflatten(0, (whole, page_size))
+            if rest:
+                store[pages[whole], :rest] = rows[seq_len - rest :]
+
+    def _stored_rows(self, request: int) -> torch.Tensor:
+        """Keys and values ``[s, HK, 2 * D]`` of a request out of its pages, as ``_indexed`` has them."""
+        seq_len, page_size = self.workload.seq_lens[request], self.workload.problem.page_size
+        assert page_size is not None
+        assert self.block_table is not None
+        pages = self.block_table[request, : -(-seq_len // page_size)].long()
+        return _indexed(self.store)[pages].flatten(0, 1)[:seq_len]
+
     def new_out(self) -> torch.Tensor:
         """An output ``[T, H, D]`` of NaN: a row that nobody writes shows."""
         return torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format)
@@ -159,9 +194,7 @@ class Batch:
             assert self.v is not None
             first = int(self.key_starts[request])
             return self.k[first : first + seq_len], self.v[first : first + seq_len]
-        page_size = self.kv_cache.shape[2]
-        pages = self.block_table[request, : -(-seq_len // page_size)].long()
-        rows = self.kv_cache.permute(0, 2, 1, 3)[pages].flatten(0, 1)[:seq_len]
+        rows = self._stored_rows(request).view(self.kv_cache.dtype)
         return rows[..., :head_dim], rows[..., head_dim:]
 
     def reference(self) -> torch.Tensor:
@@ -180,14 +213,19 @@ class Batch:
         return {"causal": p.causal, "window": p.window, "soft_cap": p.soft_cap, **self.extras}
 
     def plan(self, chooser: Chooser | None = None, *, num_splits: int | None = None) -> AttentionPlan:
-        """A plan of this batch, in a workspace of its own.
+        """A plan of this batch, in a workspace of its own; arguments as for ``planner``."""
+        return self.planner(chooser, num_splits=num_splits)()
+
+    def planner(self, chooser: Chooser | None = None, *, num_splits: int | None = None) -> Callable[[], AttentionPlan]:
+        """What makes a plan of this batch, in one workspace: the last one is valid.
 
         Args:
             chooser: of the configs. Default: this device's tables.
             num_splits: a cap, as for ``plan_attention``.
         """
         p, lens = self.workload.problem, self.workload.seq_lens
-        return plan_attention(
+        return partial(
+            plan_attention,
             p,
             self.starts,
             self.seq_lens if p.is_paged else self.key_starts,
@@ -224,6 +262,12 @@ class Batch:
         assert self.k is not None
         assert self.v is not None
         return partial(varlen_attention, self.q, self.k, self.v, self.starts, self.key_starts, **options), out
+
+
+def _indexed(store: torch.Tensor | None) -> torch.Tensor:
+    """Torch does not index 8-bit floats."""
+    assert store is not None
+    return store.view(torch.uint8) if store.element_size() == 1 else store
 
 
 def _extras(p: AttentionProblem, device: torch.device) -> dict[str, torch.Tensor]:
