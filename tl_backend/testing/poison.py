@@ -81,26 +81,26 @@ def check_attention(
     batch = make_batch(problem, case, device, seed=seed)
     with forced_splits(case.num_splits):
         batch.poison(0.0, 0)
-        first = _run(batch, operation)
-        report = _judge(batch, first, TOLERANCES[problem.dtype] if tolerance is None else tolerance)
+        first = run_poisoned(batch, operation)
+        report = judge(batch, first, *reference(batch), TOLERANCES[problem.dtype] if tolerance is None else tolerance)
         num_blocks = batch.kv_cache.shape[0]
         tails: tuple[Tail, ...] = ("stale", -1, num_blocks, 2**31 - 1)
         for value, tail in zip((math.nan, math.inf, math.nan, math.inf), tails, strict=True):
             batch.poison(value, tail)
             what = f"unwritten slots are {value} and block-table tails {tail}"
-            _same(batch, first, _run(batch, operation), "P2/P3", what)
+            check_same_bits(batch, first, run_poisoned(batch, operation), "P2/P3", what)
         for parity in (0, 1) if len(case.seq_lens) > 1 else ():
             batch.poison(math.nan, "stale", dead=range(1 - parity, len(case.seq_lens), 2))
             alive = range(parity, len(case.seq_lens), 2)
             what = f"the blocks of all requests but {list(alive)} are NaN"
-            _same(batch, first, _run(batch, operation), "P2", what, alive)
+            check_same_bits(batch, first, run_poisoned(batch, operation), "P2", what, alive)
         for value in (LARGE, -LARGE) if problem.window is not None else ():
             batch.poison(value, "stale")
             what = f"keys and values outside the window are {value}"
-            _same(batch, first, _run(batch, operation), "P8", what)
+            check_same_bits(batch, first, run_poisoned(batch, operation), "P8", what)
         batch.poison(math.nan, "stale")
-        _run(_another(problem, case, device), operation)
-        _same(batch, first, _run(batch, operation), "P6", "another shape has run in between")
+        run_poisoned(_another(problem, case, device), operation)
+        check_same_bits(batch, first, run_poisoned(batch, operation), "P6", "another shape has run in between")
         _check_planned(batch, first, operation, device, planned or problem)
     return report
 
@@ -118,29 +118,36 @@ def _check_planned(
     )
     _grow_scratch(workspace)
     plan = make_plan(batch, workspace)
-    _same(batch, first, _run(batch, operation, plan), "P6", "a plan is given")
-    _same(batch, first, _run(batch, operation, plan), "P6", "the plan is used again")
+    check_same_bits(batch, first, run_poisoned(batch, operation, plan), "P6", "a plan is given")
+    check_same_bits(batch, first, run_poisoned(batch, operation, plan), "P6", "the plan is used again")
     _check_scratch(batch, workspace, plan)
-    _run(other, operation, make_plan(other, workspace))
-    _same(
+    run_poisoned(other, operation, make_plan(other, workspace))
+    check_same_bits(
         batch,
         first,
-        _run(batch, operation, make_plan(batch, workspace)),
+        run_poisoned(batch, operation, make_plan(batch, workspace)),
         "P6",
         "the workspace has served another shape",
     )
 
 
-def make_plan(batch: Batch, workspace: AttentionWorkspace, *, num_splits: int | None = None) -> AttentionPlan:
-    """The plan of a batch, for the workspace's problem."""
+def make_plan(
+    batch: Batch, workspace: AttentionWorkspace, *, num_splits: int | None = None, bounds: torch.Tensor | None = None
+) -> AttentionPlan:
+    """The plan of a batch, for the workspace's problem.
+
+    Args:
+        bounds: on the host, keys of each request at most; by default the plan knows the longest request's alone.
+    """
     return plan_attention(
         workspace.problem,
         batch.cu_seqlens_q,
         batch.seq_lens,
         cu_seqlens_q_cpu=batch.cu_seqlens_q.cpu(),
         max_seqlen_q=max(batch.case.query_lens),
-        max_seqlen_k=max(batch.case.seq_lens),
+        max_seqlen_k=max(batch.case.seq_lens) if bounds is None else int(bounds.max()),
         workspace=workspace,
+        seq_lens_cpu_upper_bound=bounds,
         num_splits=num_splits,
     )
 
@@ -166,7 +173,7 @@ def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return difference / norm
 
 
-def _run(batch: Batch, operation: Attention, plan: AttentionPlan | None = None) -> torch.Tensor:
+def run_poisoned(batch: Batch, operation: Attention, plan: AttentionPlan | None = None) -> torch.Tensor:
     """One call, from an output of NaN; checks P4 and returns a copy of the output."""
     case = batch.case
     batch.out_store.fill_(math.nan)
@@ -198,20 +205,19 @@ def _run(batch: Batch, operation: Attention, plan: AttentionPlan | None = None) 
     return batch.out.clone(memory_format=torch.contiguous_format)
 
 
-def _judge(batch: Batch, out: torch.Tensor, tolerance: float) -> Report:
-    """P1, and the error against the reference."""
+def judge(
+    batch: Batch, out: torch.Tensor, wanted: torch.Tensor, wanted_lse: torch.Tensor | None, tolerance: float
+) -> Report:
+    """P1, and the error against another answer.
+
+    Args:
+        out: of ``run_poisoned``, whose log-sum-exps are the batch's.
+        wanted, wanted_lse: float64, of the same shapes; ``wanted`` is zero where ``out`` must be.
+
+    Raises:
+        PoisonError: a rule was broken.
+    """
     case = batch.case
-    lse = None if batch.lse is None else torch.empty_like(batch.lse, dtype=torch.float64)
-    wanted = paged_attention_reference(
-        batch.q,
-        batch.kv_cache,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        softmax_scale=case.softmax_scale,
-        **features_of(batch),
-        lse=lse,
-    )
     where = f"{batch.problem}; {case}"
     empty_T = (wanted == 0).flatten(1).all(1)
     if (bad := int((~out.isfinite()).sum())) > 0:
@@ -221,18 +227,40 @@ def _judge(batch: Batch, out: torch.Tensor, tolerance: float) -> Report:
         )
     if (bad := int((out[empty_T] != 0).sum())) > 0:
         raise PoisonError(f"P1: {bad} elements of padding rows or rows without keys are not 0; the limit is 0. {where}")
-    if batch.lse is not None and lse is not None:
-        _judge_lse(batch.lse[:, : sum(case.query_lens)], lse[:, : sum(case.query_lens)], where)
+    if batch.lse is not None and wanted_lse is not None:
+        num_tokens = sum(case.query_lens)
+        _judge_lse(batch.lse[:, :num_tokens], wanted_lse[:, :num_tokens], where)
+    report = worst_request(case, out, wanted, tolerance)
+    if not report.error <= tolerance:
+        raise PoisonError(f"error: {report}. {where}")
+    return report
+
+
+def reference(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and log-sum-exps in float64. Unwritten slots must hold finite numbers: it multiplies what it masks."""
+    lse = None if batch.lse is None else torch.empty_like(batch.lse, dtype=torch.float64)
+    out = paged_attention_reference(
+        batch.q,
+        batch.kv_cache,
+        batch.block_table,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        softmax_scale=batch.case.softmax_scale,
+        **features_of(batch),
+        lse=lse,
+    )
+    return out, lse
+
+
+def worst_request(case: Case, out: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> Report:
+    """The request whose rows are furthest from what is wanted."""
     worst, request, start = 0.0, 0, 0
     for index, length in enumerate(case.query_lens):
         error = relative_rms(out[start : start + length], wanted[start : start + length])
         start += length
-        if error > worst:
+        if error > worst or math.isnan(error):
             worst, request = error, index
-    report = Report(error=worst, tolerance=tolerance, request=request)
-    if worst > tolerance:
-        raise PoisonError(f"error: {report}. {where}")
-    return report
+    return Report(error=worst, tolerance=tolerance, request=request)
 
 
 def features_of(batch: Batch) -> dict[str, Any]:
@@ -250,7 +278,7 @@ def _judge_lse(got: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
         raise PoisonError(f"error: log-sum-exp off by {error:.2e} (limit {LSE_TOLERANCE:.0e}). {where}")
 
 
-def _same(
+def check_same_bits(
     batch: Batch, first: torch.Tensor, again: torch.Tensor, rule: str, what: str, requests: range | None = None
 ) -> None:
     """Bit equality, of all rows or of those of some requests."""

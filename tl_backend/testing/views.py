@@ -20,8 +20,7 @@ Q_VIEWS: tuple[View, ...] = ("dense", "fused", "padded", "heads_first")
 OUT_VIEWS: tuple[View, ...] = ("dense", "padded", "heads_first")
 
 CANARY_ROWS = 2  # Before and after the rows of ``out``.
-# Elements between what would be dense: 16 bytes or more in every dtype, the alignment that GPU kernels need.
-PAD = 16
+PAD_BYTES = 16  # Between what would be dense: the alignment that GPU kernels need, and no more.
 
 
 def kv_pool(
@@ -39,9 +38,14 @@ def kv_pool(
         store = torch.empty(blocks, 3, heads, page, width, dtype=dtype, device=device)
         view = store[:, 1]
     else:
-        store = torch.empty(blocks, page, heads + 1, width + PAD, dtype=dtype, device=device)
+        store = torch.empty(blocks, page, heads + 1, width + pad(dtype), dtype=dtype, device=device)
         view = store[:, :, :heads, :width].transpose(1, 2)
     return store, odd_strides(view[1:-1])
+
+
+def pad(dtype: torch.dtype) -> int:
+    """Elements of ``PAD_BYTES``."""
+    return PAD_BYTES // dtype.itemsize
 
 
 def page_size_of(problem: AttentionProblem) -> int:
@@ -75,7 +79,7 @@ def out_store(
     rows, heads, head_dim = num_rows + 2 * CANARY_ROWS, problem.num_q_heads, problem.head_dim
     if view == "heads_first":
         return torch.empty(heads, rows, head_dim, dtype=dtype, device=device)
-    return torch.empty(rows, heads * head_dim + (4 * PAD if view == "padded" else 0), dtype=dtype, device=device)
+    return torch.empty(rows, heads * head_dim + (pad(dtype) if view == "padded" else 0), dtype=dtype, device=device)
 
 
 def q_view(
@@ -91,7 +95,7 @@ def q_view(
         rows = nan(num_rows, heads + 2 * problem.num_kv_heads, head_dim)
         return rows[:, :heads]
     if view == "padded":
-        return nan(num_rows, heads, head_dim + PAD)[..., :head_dim]
+        return nan(num_rows, heads, head_dim + pad(dtype))[..., :head_dim]
     if view == "heads_first":
         return nan(heads, num_rows, head_dim).transpose(0, 1)
     return nan(num_rows, heads, head_dim)
