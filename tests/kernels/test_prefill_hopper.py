@@ -1,0 +1,213 @@
+"""Hopper's prefill as code for sm_90a, on any machine: what TileLang generates, and what nvcc makes of it where it is.
+
+What a warp-specialised kernel loses its speed by without a wrong answer: a copy that is no TMA, a matmul that is no
+WGMMA, weights that go through shared memory, a barrier of the whole block, registers that spill.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from tl_backend.configs.choice import FixedChooser
+from tl_backend.configs.prefill_hopper import (
+    HEAD_DIMS,
+    REGISTERS,
+    TILE_ALIGNMENT,
+    HopperPrefillConfig,
+    default_hopper_config,
+)
+from tl_backend.device import DeviceSpec
+from tl_backend.ops.code_report import CodeReport, code_report
+from tl_backend.ops.codegen import GeneratedCode, generate
+from tl_backend.ops.compiled import KernelKey
+from tl_backend.ops.environment import find_compiler
+from tl_backend.ops.prepare import required_kernels
+from tl_backend.ops.target_compiler import Compiled, compile_for_target
+from tl_backend.problem import AttentionProblem
+from tl_backend.testing.cases import make_problem
+from tl_backend.testing.problems import name
+
+HOPPER = DeviceSpec.absent("sm_90")
+REGISTER_FILE, REGISTER_STEP = 65536, 8  # Of a multiprocessor; what a thread's registers are rounded to.
+WGMMA_K = 16  # Elements along k of one instruction.
+
+PROBLEMS = (
+    make_problem(64, 8, 64, 16, dtype="bfloat16"),
+    make_problem(64, 8, 64, 128, dtype="bfloat16", window=128, sinks_dtype="bfloat16"),
+    make_problem(32, 8, 96, 128, dtype="bfloat16"),
+    make_problem(32, 8, 128, 16, dtype="bfloat16"),
+    make_problem(32, 8, 128, 128, dtype="float16"),
+    make_problem(28, 4, 128, 784, dtype="bfloat16", causal=False, returns_lse=True),
+    make_problem(32, 8, 128, 64, dtype="bfloat16", window=1000, soft_cap=30.0, sinks_dtype="float32", returns_lse=True),
+    make_problem(8, 1, 160, 48, dtype="float16"),
+    make_problem(16, 2, 192, 64, dtype="bfloat16"),
+    make_problem(8, 2, 224, 16, dtype="bfloat16"),
+    make_problem(16, 8, 256, 16, dtype="bfloat16", soft_cap=50.0),
+    make_problem(16, 8, 256, 128, dtype="float16", returns_lse=True),
+)
+CONFIGS = [(problem, default_hopper_config(problem, HOPPER)) for problem in PROBLEMS]
+each_config = pytest.mark.parametrize(("problem", "config"), CONFIGS, ids=[name(problem) for problem in PROBLEMS])
+needs_nvcc = pytest.mark.skipif(find_compiler("nvidia") is None, reason="needs nvcc")
+
+
+@functools.cache
+def generated(problem: AttentionProblem, config: HopperPrefillConfig) -> GeneratedCode:
+    return generate(KernelKey("prefill_hopper", problem, config, HOPPER))
+
+
+@functools.cache
+def assembled(problem: AttentionProblem, config: HopperPrefillConfig) -> Compiled:
+    return compile_for_target(generated(problem, config).source, HOPPER)
+
+
+def report(problem: AttentionProblem, config: HopperPrefillConfig) -> CodeReport:
+    return code_report(generated(problem, config).source)
+
+
+def barriers(source: str) -> int:
+    """Barriers in shared memory."""
+    return sum(int(count) for count in re.findall(r"__shared__ (?:__align__\(\d+\) )?uint64_t \w+\[(\d+)\]", source))
+
+
+def calls(source: str, pattern: str) -> list[int]:
+    """Where each call begins."""
+    return [match.start() for match in re.finditer(pattern, source)]
+
+
+def inside_loops(source: str, place: int) -> bool:
+    """Whether a place is in the braces of a ``for`` or a ``while``."""
+    for loop in re.finditer(r"\b(?:for|while) \(", source[:place]):
+        head = _closing(source, loop.end(), "()")
+        opened = re.compile(r"\s*\{").match(source, head)
+        if opened and opened.end() <= place < _closing(source, opened.end(), "{}"):
+            return True
+    return False
+
+
+def _closing(source: str, begin: int, pair: str) -> int:
+    """Past the bracket that closes one opened before ``begin``."""
+    depth, place = 1, begin
+    while depth:
+        depth += {pair[0]: 1, pair[1]: -1}.get(source[place], 0)
+        place += 1
+    return place
+
+
+def test_every_head_size_is_here() -> None:
+    assert {problem.head_dim for problem in PROBLEMS} == set(HEAD_DIMS)
+    assert {config.warpgroups for _, config in CONFIGS} == set(REGISTERS)
+
+
+@each_config
+def test_copies_are_tma_and_matmuls_are_of_warpgroups(problem, config) -> None:
+    code, source = report(problem, config), generated(problem, config).source
+    assert code.tma_loads >= 3, "Q, K and V"
+    assert (code.cp_async, code.mma) == (0, 0)
+    # Scores of whole heads, from shared memory; outputs of whole tiles, the weights from registers.
+    scores = code_report(source.replace("tl::wgmma_rs<", "")).wgmma
+    outputs = code_report(source.replace("tl::wgmma_ss<", "")).wgmma
+    assert scores > 0
+    assert outputs > 0
+    assert scores % (problem.head_dim // WGMMA_K) == 0
+    assert outputs % (config.block_n // WGMMA_K) == 0
+
+
+@each_config
+def test_a_warpgroup_loads_and_the_others_compute(problem, config) -> None:
+    code = report(problem, config)
+    assert code.threads == config.threads
+    consumer, producer = REGISTERS[config.warpgroups]
+    assert sorted(code.warpgroup_registers) == [producer, consumer]
+
+
+@each_config
+def test_tiles_are_handed_over_by_barriers_of_their_own(problem, config) -> None:
+    source = generated(problem, config).source
+    # Full and empty, of each stage of Q, K and V.
+    assert barriers(source) >= 2 * config.q_stages + 4 * config.num_stages
+    assert len(calls(source, r"\w+\[[^]]*\]\.wait\(")) >= 6
+    assert "tl::fence_proxy_async" in source
+
+
+@each_config
+def test_the_whole_block_meets_before_the_warpgroups_part_and_never_again(problem, config) -> None:
+    source = generated(problem, config).source
+    parting = min(calls(source, r"tl::warpgroup_reg_(?:de)?alloc<"))
+    meetings = calls(source, r"\b__syncthreads\(")
+    assert meetings, "barriers are initialised by one thread"
+    assert [place for place in meetings if place > parting] == []
+    assert [place for place in meetings if inside_loops(source, place)] == []
+
+
+@each_config
+def test_the_arithmetic_of_the_config_is_what_code_allocates(problem, config) -> None:
+    used, said = generated(problem, config).shared_memory, config.shared_memory(problem, HOPPER)
+    # The producer's notes and the barriers may lie before a tile, which begins at a multiple of the alignment.
+    assert abs(used - said) < TILE_ALIGNMENT, f"{used} bytes; the config says {said}"
+    assert used <= HOPPER.shared_memory_per_block
+
+
+@each_config
+def test_offsets_into_global_tensors_are_of_64_bits(problem, config) -> None:
+    """CASES.md A1 ... A5."""
+    assert report(problem, config).narrow_offsets == ()
+
+
+@needs_nvcc
+@each_config
+def test_nothing_spills(problem, config) -> None:
+    code = assembled(problem, config)
+    assert (code.spill_bytes, code.stack_bytes) == (0, 0)
+    assert {name: code.instructions.get(name, 0) for name in ("LDL", "STL")} == {"LDL": 0, "STL": 0}
+    # All that the register file has for a block: what the warpgroups share out.
+    assert code.registers == REGISTER_FILE // config.threads // REGISTER_STEP * REGISTER_STEP
+    assert code.notes == (), "ptxas serialised a WGMMA"
+
+
+@needs_nvcc
+@each_config
+def test_machine_code_has_the_instructions_that_the_source_asks_for(problem, config) -> None:
+    found, code = assembled(problem, config).instructions, report(problem, config)
+    if not found:
+        pytest.skip("needs cuobjdump")
+    assert found["HGMMA"] == code.wgmma
+    assert found["HMMA"] == 0
+    assert found["UTMALDG"] >= code.tma_loads
+    assert (found["UTMASTG"] > 0) == (code.tma_stores > 0)
+    assert found["LDGSTS"] == 0
+    assert found["SYNCS"] > 0
+
+
+def test_a_combine_joins_the_pieces() -> None:
+    problem, config = CONFIGS[0]
+    keys = required_kernels(problem, HOPPER, chooser=FixedChooser(problem, HOPPER, prefill=config))
+    (combine,) = [key for key in keys if key.kind == "prefill_combine"]
+    code = code_report(generate(combine).source)
+    assert (code.wgmma, code.mma, code.tma_loads) == (0, 0, 0)
+    assert code.narrow_offsets == ()
+
+
+LOOPS = """extern "C" __global__ void f(int n) {
+  __syncthreads();
+  while (1) {
+    if (!((0 < n))) { break; }
+    n = n - 1;
+    A
+  }
+  for (int k = 0; k < n; ++k) {
+    if (k < 3) {
+      B
+    }
+  }
+  for (int k = 0; k < n; ++k) { n = 1; }
+  C
+}
+"""
+
+
+@pytest.mark.parametrize(("place", "inside"), [("A", True), ("B", True), ("C", False), ("__syncthreads", False)])
+def test_loops_are_recognised(place: str, inside: bool) -> None:
+    assert inside_loops(LOOPS, LOOPS.index(f"  {place}")) == inside
