@@ -13,8 +13,8 @@ import torch
 
 from tests.gpu.long_contexts import INT32_LIMIT, Extreme, context_extremes, long_context
 from tests.gpu.properties import property_extremes
+from tl_backend.configs.choice import FixedChooser
 from tl_backend.configs.decode import default_decode_tile
-from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError
 from tl_backend.ops import AttentionWorkspace, paged_attention, paged_cache_write, plan_attention
@@ -22,7 +22,7 @@ from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.decode import decode_keys
 from tl_backend.ops.merge import merge_key
-from tl_backend.ops.prefill import prefill_key
+from tl_backend.ops.prepare import required_kernels
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import Case, make_batch, make_problem
@@ -71,9 +71,13 @@ def extremes(dtype: str) -> list[Extreme]:
 
 
 def kernel_keys(problem: AttentionProblem, kinds: tuple[str, ...], device: DeviceSpec) -> list[KernelKey]:
-    """Keys of "prefill", "decode", "decode_split" (with its combine), "cache_write", "merge"."""
+    """Keys of "prefill" (the default family's), "decode", "decode_split" (with its combine), "cache_write", "merge"."""
     made: dict[str, Callable[[], list[KernelKey]]] = {
-        "prefill": lambda: [prefill_key(problem, default_prefill_config(problem, device), device)],
+        "prefill": lambda: [
+            key
+            for key in required_kernels(problem, device, chooser=FixedChooser(problem, device))
+            if key.kind.startswith("prefill")  # A family may have a combine of its own.
+        ],
         "decode": lambda: decode_keys(problem, default_decode_tile(problem, device), device, split=False),
         "decode_split": lambda: decode_keys(problem, default_decode_tile(problem, device), device, split=True),
         "cache_write": lambda: [cache_write_key(cache_write_problem(problem), device)],

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tl_backend.configs.prefill_hopper import hopper_refusal
 from tl_backend.device import DeviceSpec
 from tl_backend.ops import merge_attention, paged_attention, paged_cache_write, varlen_attention
 from tl_backend.ops.compiled import KernelKey
@@ -28,6 +29,7 @@ from tl_backend.ops.reference import (
     varlen_attention_reference,
 )
 from tl_backend.problem import AttentionProblem
+from tl_backend.telemetry.launches import counts
 from tl_backend.testing.cases import GARBAGE, Case, make_batch, make_problem
 from tl_backend.testing.poison import TOLERANCES, features_of, forced_splits, num_different, relative_rms
 
@@ -49,6 +51,8 @@ _PROBLEMS = {
     "fp8 page128": (4, 1, 64, 128, FP16, {"kv_dtype": "float8_e5m2", "window": 37, "sinks_dtype": "float32"}),
     "window sinks": (8, 2, 64, 16, BF16, {"window": 50, "sinks_dtype": BF16}),
     "alibi cap lse": (6, 2, 96, 32, BF16, {"has_alibi": True, "soft_cap": 20.0, "returns_lse": True}),
+    "cap lse D192": (6, 2, 192, 48, BF16, {"soft_cap": 20.0, "returns_lse": True}),
+    "sinks D96": (4, 1, 96, 16, FP16, {"sinks_dtype": "float32"}),
     "D512 page64": (4, 1, 512, 64, BF16, {}),
     "D512 page16": (4, 2, 512, 16, FP16, {"causal": False}),
     "tma128 alibi lse": (4, 2, 64, 128, BF16, {"has_alibi": True, "returns_lse": True}),
@@ -56,7 +60,9 @@ _PROBLEMS = {
     "contiguous window": (6, 2, 80, None, FP16, {"causal": False, "returns_lse": True, "window": 40}),
     "contiguous D512": (4, 2, 512, None, BF16, {"causal": False, "returns_lse": True}),
 }
-CACHE_WRITE, MERGE = "cache write", "halves and merge"
+CACHE_WRITE, MERGE, SPLIT_PREFILL = "cache write", "halves and merge", "split prefill"
+# Few tokens, whose keys Hopper's family splits: with a soft cap and the log-sum-exp, with sinks, with neither.
+_SPLIT = ("tma128", "tma64 D256", "cap lse D192", "sinks D96")
 
 
 def _case(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_splits: int = 1) -> Case:
@@ -70,9 +76,10 @@ _BATCHES = {
     "split decode": _case((1, 1, 1), (300, 129, 2), num_splits=3),
     "mixed": _case((1, 1, 7), (129, 33, 140)),
     "long prefill": _case((49,), (385,)),
+    SPLIT_PREFILL: _case((3, 17), (40, 1500)),
 }
 # One of each kind for all problems before the next: a slow sanitizer may not come to the end.
-_ORDER = ("prefill", MERGE, "decode", "split decode", CACHE_WRITE, "mixed", "long prefill")
+_ORDER = ("prefill", SPLIT_PREFILL, MERGE, "decode", "split decode", CACHE_WRITE, "mixed", "long prefill")
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,11 @@ class Launch:
             return _cache_write(self.problem, device, compare)
         if self.what == MERGE:
             return _merged_halves(self.problem, device, compare)
-        return _attention(self.problem, _BATCHES[self.what], device, uninitialised, compare)
+        joined = counts().get("prefill_combine", 0)
+        error = _attention(self.problem, _BATCHES[self.what], device, uninitialised, compare)
+        if self.what == SPLIT_PREFILL and hopper_refusal(self.problem, DeviceSpec.of(device)) is None:
+            assert counts().get("prefill_combine", 0) > joined, "no keys were split"
+        return error
 
 
 def launches(device: torch.device, only: str = "") -> list[Launch]:
@@ -100,7 +111,7 @@ def launches(device: torch.device, only: str = "") -> list[Launch]:
     found = []
     for what in _ORDER:
         for label, (heads, kv_heads, head_dim, page, dtype, features) in _PROBLEMS.items():
-            if (page is None) == (what == MERGE):
+            if (page is None) == (what == MERGE) and (what != SPLIT_PREFILL or label in _SPLIT):
                 own = dict(features)
                 if device.type == "cpu":
                     dtype = "float32"  # noqa: PLW2901

@@ -37,6 +37,7 @@ from tests.gpu.sweep import machine
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import describe
 from tl_backend.ops.prepare import fill_disk_cache
+from tl_backend.telemetry.launches import counts
 
 # Each tool's own options, and those of the launches.
 TOOLS: dict[str, tuple[list[str], list[str]]] = {
@@ -146,7 +147,7 @@ def options_of(sanitizer: str, tool: str) -> list[str]:
     port = FIRST_PORT + 40 * list(TOOLS).index(tool)
     options = ["--tool", tool, "--error-exitcode", str(REPORTED), "--print-limit", "400", "--port", str(port)]
     options += ["--launch-timeout", "120", "--target-processes", "application-only", "--kernel-name", OUR_KERNELS]
-    options += ["--num-cuda-barriers", "16", *TOOLS[tool][0]]  # A kernel has 4 to 8 mbarriers.
+    options += ["--num-cuda-barriers", "32", *TOOLS[tool][0]]  # A kernel has 4 to 12 mbarriers.
     if (newer := NEWER.get(tool)) and newer[0] in _output([sanitizer, "--help"]):
         options += newer
     return [sanitizer, *options]
@@ -205,6 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=330.0, help="that each tool may take")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (a dry run; no planted faults)")
     args = parser.parse_args(arguments)
+    # The families' defaults, as in ``tests.gpu.sweep``: a table may have another family's tile for a problem.
+    os.environ["TL_BACKEND_TABLES"] = "0"
     device = torch.device(args.device)
     chosen = launches(device, args.only)
     if not chosen:
@@ -247,6 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kernels": len(wanted),
         "compile_s": round(compiled_s, 1),
         "compared": len(chosen),
+        "launches": counts(),
         "wrong": wrong,
         "tools": [asdict(result) | {"ok": result.ok} for result in results],
     }

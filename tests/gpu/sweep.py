@@ -1,8 +1,10 @@
-"""The kernels on a GPU under the poison harness: 190 problems in float16 and bfloat16, and extremes.
+"""The kernels on a GPU under the poison harness: 200 problems in float16 and bfloat16, and extremes.
 
-Run ``python -m tests.gpu.sweep --out FILE.json``; ``--device cpu`` runs a handful on the C target, to try the program
-itself. Everything is compiled first, side by side, into TileLang's disk cache (``TILELANG_CACHE_DIR``). Prints a table,
-writes it as JSON with the GPU and the versions, and exits with 1 if any check missed.
+Run ``python -m tests.gpu.sweep --out FILE.json``. On a Hopper a second run with ``--family portable`` has the problems
+that Hopper's own prefill takes by the portable one; ``--family hopper`` is what the first run has of that family alone.
+``--device cpu`` runs a handful on the C target, to try the program itself. Everything is compiled first, side by side,
+into TileLang's disk cache (``TILELANG_CACHE_DIR``). Prints a table, writes it as JSON with the GPU and the versions,
+and exits with 1 if any check missed.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from typing import Any
 import torch
 
 from tests.gpu.extremes import INT32_LIMIT, Extreme, extremes, kernel_keys
+from tests.gpu.families import FAMILIES, forced_family, of_family, strangers
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TLBackendError
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.prepare import fill_disk_cache
+from tl_backend.telemetry.launches import counts
 from tl_backend.testing.contiguous import check_varlen
 from tl_backend.testing.poison import TOLERANCES, check_attention
 from tl_backend.testing.poison_writes import check_cache_write
@@ -146,12 +150,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="problems and checks whose name holds this")
     parser.add_argument("--every", type=int, default=1, help="take each n-th problem only")
     parser.add_argument("--always", default="(?!)", help="and every problem whose name matches this expression")
+    parser.add_argument("--family", choices=FAMILIES, default="default", help="of the prefills")
     options = parser.parse_args(arguments)
     # The family's defaults: tests.gpu.table_rows checks what tables have. And one config for every regime: the harness
     # compares bits of plans that differ in what they know of a batch.
     os.environ["TL_BACKEND_TABLES"] = "0"
     device = torch.device(options.device)
-    work, more = everything(device)
+    work, more = of_family(options.family, *everything(device), DeviceSpec.of(device))
     work = [item for item in work if options.only in name(item.problem)]
     work = [
         item
@@ -159,6 +164,14 @@ def main(arguments: list[str] | None = None) -> int:
         if number % options.every == 0 or re.search(options.always, name(item.problem))
     ]
     more = [item for item in more if options.only in item.name or options.only in name(item.problem)]
+    if not work and not more:
+        parser.error(f"--family {options.family} and --only {options.only!r} leave nothing on this device")
+    with forced_family(options.family):
+        return _sweep(work, more, device, options)
+
+
+def _sweep(work: list[Work], more: list[Extreme], device: torch.device, options: argparse.Namespace) -> int:
+    """Compile, run and write; the exit code."""
     wanted = keys(work, more, DeviceSpec.of(device))
     print(f"{len(work)} problems, {len(more)} further checks, {len(wanted)} kernels", flush=True)
     begin = time.monotonic()
@@ -168,12 +181,18 @@ def main(arguments: list[str] | None = None) -> int:
         Row(problem=name(key.problem), case=key.kind, error=None, tolerance=None, message=message)
         for key, message in failed.items()
     ]
-    begin = time.monotonic()
+    begin, before = time.monotonic(), counts()
     rows += _printed(row for item in work for row in check_work(item, device))
     rows += _printed(check_extreme(item, device) for item in more)
+    launched = {kind: count - before.get(kind, 0) for kind, count in counts().items()}
+    if stranger := strangers(options.family, launched):
+        rows.append(Row(problem="all", case="family", error=None, tolerance=None, message=stranger))
+        print(rows[-1])
     missed = [row for row in rows if row.message]
     summary = {
         **machine(device),
+        "family": options.family,
+        "launches": launched,
         "problems": len({row.problem for row in rows}),
         "checks": len(rows),
         "missed": len(missed),

@@ -71,7 +71,7 @@ def run(program: str, out: Path) -> tuple[int, dict]:
 def test_every_kind_of_kernel_is_among_the_launches() -> None:
     chosen, device = launches(GPU), DeviceSpec.absent("sm_90")
     assert {key.kind for key in keys(chosen, device)} == set(KINDS)
-    assert len({str(launch) for launch in chosen}) == len(chosen) == 99
+    assert len({str(launch) for launch in chosen}) == len(chosen) == 115
     problems = {launch.problem for launch in chosen}
     assert {problem.dtype for problem in problems} == {"float16", "bfloat16"}
     assert {problem.kv_dtype for problem in problems if problem.is_quantized} == {"float8_e4m3fn", "float8_e5m2"}
@@ -82,7 +82,8 @@ def test_answers_on_the_c_target() -> None:
     before = counts()
     chosen = launches(CPU, HANDFUL)
     assert [message for _, message in run_all(chosen, CPU, compare=True) if message] == []
-    assert {kind for kind, count in counts().items() if count > before.get(kind, 0)} == set(KINDS)
+    launched = {kind for kind, count in counts().items() if count > before.get(kind, 0)}
+    assert launched == set(KINDS) - {"prefill_hopper", "prefill_combine"}  # These are a Hopper's.
     decode = next(launch for launch in chosen if launch.what == "split decode")
     error = decode.run(CPU, uninitialised=True)
     assert error is not None

@@ -118,6 +118,7 @@ def test_copies_are_tma_and_matmuls_are_of_warpgroups(problem, config) -> None:
 @each_config
 def test_a_warpgroup_loads_and_the_others_compute(problem, config) -> None:
     code = report(problem, config)
+    assert "prefill_hopper_kernel_kernel(" in generated(problem, config).source, "tests.gpu.sanitize filters by name"
     assert code.threads == config.threads
     consumer, producer = REGISTERS[config.warpgroups]
     assert sorted(code.warpgroup_registers) == [producer, consumer]

@@ -109,7 +109,7 @@ def gpu_work() -> list[Work]:
     Compilation is what takes time, so that a problem asks for one or two kernels of the four kinds, in turn.
     """
     base = [_work(index, problem) for index, problem in enumerate(gpu_problems())]
-    return base + _feature_work() + _contiguous_work()
+    return base + _feature_work() + _specialised_work() + _contiguous_work()
 
 
 # What models combine (Mistral, Gemma 2, gpt-oss, MPT with its own ALiBi), and what none does.
@@ -155,6 +155,52 @@ def _feature_work() -> list[Work]:
             Work(problem=problem, cases=cases, kinds=(*kinds, "cache_write") if problem.is_quantized else kinds)
         )
     return found
+
+
+# What a family of its own for one head size must combine: each head size twice, with groups that fill its tiles and
+# others, pages of every sort, and each feature.
+_SPECIALISED = (
+    make_problem(64, 8, 64, 16, dtype="bfloat16", window=128, sinks_dtype="bfloat16"),
+    make_problem(7, 1, 64, 784, dtype="float16", causal=False, returns_lse=True),
+    make_problem(32, 8, 96, 128, dtype="bfloat16", returns_lse=True),
+    make_problem(10, 2, 96, 48, dtype="float16", window=1000, soft_cap=2.0),
+    make_problem(32, 8, 128, 16, dtype="bfloat16"),
+    make_problem(28, 4, 128, 64, dtype="float16", sinks_dtype="float32", returns_lse=True),
+    make_problem(12, 1, 128, 256, dtype="bfloat16", soft_cap=2.0),
+    make_problem(3, 3, 128, 48, dtype="float16", window=77),
+    make_problem(8, 1, 160, 128, dtype="bfloat16", soft_cap=2.0, sinks_dtype="bfloat16", returns_lse=True),
+    make_problem(12, 1, 160, 16, dtype="float16"),
+    make_problem(16, 2, 192, 64, dtype="bfloat16", window=100, returns_lse=True),
+    make_problem(5, 1, 192, 784, dtype="float16", causal=False),
+    make_problem(8, 2, 224, 16, dtype="bfloat16", window=128, sinks_dtype="bfloat16"),
+    make_problem(4, 4, 224, 256, dtype="float16", soft_cap=2.0),
+    make_problem(16, 8, 256, 16, dtype="bfloat16", window=1000, soft_cap=2.0),
+    make_problem(7, 1, 256, 128, dtype="float16", sinks_dtype="float32", returns_lse=True),
+)
+# None begins with a decode. Few tokens at many keys, which a prefill splits; one token behind a longer request.
+_LONG = (((17,), (4161,)), ((9, 3, 0, 40), (2500, 3, 200, 2049)))
+_BEHIND = (((5, 1, 0, 1, 300), (9, 700, 7, 1, 1025)), ((128, 127, 129, 1), (128, 255, 512, 64)))
+
+
+def _specialised_work() -> list[Work]:
+    """Prefills alone."""
+    return [
+        Work(
+            problem=problem,
+            cases=tuple(
+                Case(
+                    query_lens=query_lens,
+                    seq_lens=seq_lens,
+                    kv_layout=KV_LAYOUTS[(index + number) % len(KV_LAYOUTS)],
+                    q_view=Q_VIEWS[(index // 2 + number) % len(Q_VIEWS)],
+                    out_view=OUT_VIEWS[(index + number) % len(OUT_VIEWS)],
+                )
+                for number, (query_lens, seq_lens) in enumerate((*_LONG, *_BEHIND))
+            ),
+            kinds=("prefill",),
+        )
+        for index, problem in enumerate(_SPECIALISED)
+    ]
 
 
 _CONTIGUOUS = (
