@@ -19,7 +19,14 @@ import torch
 
 from tl_backend.configs.prefill_hopper import hopper_refusal
 from tl_backend.device import DeviceSpec
-from tl_backend.ops import merge_attention, paged_attention, paged_cache_write, varlen_attention
+from tl_backend.ops import (
+    AttentionWorkspace,
+    merge_attention,
+    paged_attention,
+    paged_cache_write,
+    plan_attention,
+    varlen_attention,
+)
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.merge import merge_key
 from tl_backend.ops.prepare import required_kernels
@@ -99,9 +106,9 @@ class Launch:
             return _cache_write(self.problem, device, compare)
         if self.what == MERGE:
             return _merged_halves(self.problem, device, compare)
-        joined = counts().get("prefill_combine", 0)
-        error = _attention(self.problem, _BATCHES[self.what], device, uninitialised, compare)
-        if self.what == SPLIT_PREFILL and hopper_refusal(self.problem, DeviceSpec.of(device)) is None:
+        joined, splits = counts().get("prefill_combine", 0), self.what == SPLIT_PREFILL
+        error = _attention(self.problem, _BATCHES[self.what], device, uninitialised, compare, splits=splits)
+        if splits and hopper_refusal(self.problem, DeviceSpec.of(device)) is None:
             assert counts().get("prefill_combine", 0) > joined, "no keys were split"
         return error
 
@@ -135,8 +142,9 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _attention(
-    problem: AttentionProblem, case: Case, device: torch.device, uninitialised: bool, compare: bool
+    problem: AttentionProblem, case: Case, device: torch.device, uninitialised: bool, compare: bool, *, splits: bool
 ) -> float | None:
+    """With ``splits`` the plan knows each request's keys, without which a prefill splits none."""
     batch = make_batch(problem, case, CPU, seed=1)
     wanted = None
     if compare:
@@ -173,17 +181,27 @@ def _attention(
     if not uninitialised:
         out.fill_(math.nan)
     features = {k: upload(v, device) if isinstance(v, torch.Tensor) else v for k, v in features_of(batch).items()}
+    starts, lens = upload(batch.cu_seqlens_q, device), upload(batch.seq_lens, device)
+    longest = {"max_seqlen_q": max(case.query_lens), "max_seqlen_k": max(case.seq_lens)}
     with forced_splits(case.num_splits):
+        plan = None
+        if splits:
+            workspace = AttentionWorkspace(problem, device, max_num_reqs=len(lens), max_num_tokens=rows)
+            plan = plan_attention(
+                problem, starts, lens,
+                cu_seqlens_q_cpu=batch.cu_seqlens_q, seq_lens_cpu_upper_bound=batch.seq_lens, workspace=workspace,
+                **longest,
+            )  # fmt: skip
         paged_attention(
             upload(fused, device)[:, -heads:],
             pool.view(batch.kv_cache.dtype),
             upload(table, device),
-            upload(batch.cu_seqlens_q, device),
-            upload(batch.seq_lens, device),
-            max_seqlen_q=max(case.query_lens),
-            max_seqlen_k=max(case.seq_lens),
+            starts,
+            lens,
+            **longest,
             out=out,
             lse=lse,
+            plan=plan,
             **features,
         )
     _synchronize(device)

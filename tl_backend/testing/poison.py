@@ -37,6 +37,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
 BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 LSE_TOLERANCE = 1e-4  # Absolute: of a natural logarithm in float32.
 SCRATCH_CANARIES = 4  # Partial results after those that a plan may use.
+FAR = 1000  # Keys that a bound may have too many: several tiles.
 LARGE = 6e4  # Near the end of float16's range; an 8-bit cache takes its largest number.
 
 Attention = Callable[..., torch.Tensor]
@@ -82,7 +83,8 @@ def check_attention(
     with forced_splits(case.num_splits):
         batch.poison(0.0, 0)
         first = run_poisoned(batch, operation)
-        report = judge(batch, first, *reference(batch), TOLERANCES[problem.dtype] if tolerance is None else tolerance)
+        wanted = reference(batch)
+        report = judge(batch, first, *wanted, TOLERANCES[problem.dtype] if tolerance is None else tolerance)
         num_blocks = batch.kv_cache.shape[0]
         tails: tuple[Tail, ...] = ("stale", -1, num_blocks, 2**31 - 1)
         for value, tail in zip((math.nan, math.inf, math.nan, math.inf), tails, strict=True):
@@ -101,13 +103,15 @@ def check_attention(
         batch.poison(math.nan, "stale")
         run_poisoned(_another(problem, case, device), operation)
         check_same_bits(batch, first, run_poisoned(batch, operation), "P6", "another shape has run in between")
-        _check_planned(batch, first, operation, device, planned or problem)
+        workspace = _check_planned(batch, first, operation, device, planned or problem)
+        if case.has_prefill:
+            _check_bounds(batch, operation, workspace, wanted, report.tolerance)
     return report
 
 
 def _check_planned(
     batch: Batch, first: torch.Tensor, operation: Attention, device: torch.device, problem: AttentionProblem
-) -> None:
+) -> AttentionWorkspace:
     """With a plan, twice, and again after another shape has used the workspace; scratch starts as NaN."""
     case, other = batch.case, _another(batch.problem, batch.case, device)
     workspace = AttentionWorkspace(
@@ -120,7 +124,9 @@ def _check_planned(
     plan = make_plan(batch, workspace)
     check_same_bits(batch, first, run_poisoned(batch, operation, plan), "P6", "a plan is given")
     check_same_bits(batch, first, run_poisoned(batch, operation, plan), "P6", "the plan is used again")
-    _check_scratch(batch, workspace, plan)
+    if plan.decode is not None:
+        pieces = plan.decode.num_requests * plan.decode.num_splits
+        _check_scratch(batch, workspace, pieces if plan.decode.num_splits > 1 else 0)
     run_poisoned(other, operation, make_plan(other, workspace))
     check_same_bits(
         batch,
@@ -129,6 +135,33 @@ def _check_planned(
         "P6",
         "the workspace has served another shape",
     )
+    return workspace
+
+
+def _check_bounds(
+    batch: Batch,
+    operation: Attention,
+    workspace: AttentionWorkspace,
+    wanted: tuple[torch.Tensor, torch.Tensor | None],
+    tolerance: float,
+) -> None:
+    """The plan knows each request's keys, or bounds far above them: by these a prefill may cut keys into pieces.
+
+    Their sum has other bits than the whole, but the same ones every time.
+    """
+    capacity = len(workspace.partial_o) - SCRATCH_CANARIES
+    for slack in (0, FAR):
+        plan = make_plan(batch, workspace, bounds=torch.tensor(batch.case.seq_lens).int() + slack)
+        for scratch in (workspace.partial_o, workspace.partial_lse):
+            scratch.fill_(math.nan)
+        batch.poison(math.nan, "stale")
+        known = run_poisoned(batch, operation, plan)
+        judge(batch, known, *wanted, tolerance)
+        for value, tail in ((math.inf, -1), (math.nan, 2**31 - 1)):
+            batch.poison(value, tail)
+            what = f"the plan has bounds {slack} too large, unwritten slots are {value} and block-table tails {tail}"
+            check_same_bits(batch, known, run_poisoned(batch, operation, plan), "P2/P3/P6", what)
+        _check_scratch(batch, workspace, capacity)
 
 
 def make_plan(
@@ -319,10 +352,8 @@ def _grow_scratch(workspace: AttentionWorkspace) -> None:
         setattr(workspace, name, torch.full(size, math.nan, dtype=scratch.dtype, device=scratch.device))
 
 
-def _check_scratch(batch: Batch, workspace: AttentionWorkspace, plan: AttentionPlan) -> None:
-    if plan.decode is None:
-        return
-    used = plan.decode.num_requests * plan.decode.num_splits if plan.decode.num_splits > 1 else 0
+def _check_scratch(batch: Batch, workspace: AttentionWorkspace, used: int) -> None:
+    """Nothing is written past the rows that may be used."""
     for name in ("partial_o", "partial_lse"):
         written = int((~getattr(workspace, name)[used:].isnan()).sum())
         if written > 0:
