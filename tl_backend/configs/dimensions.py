@@ -85,6 +85,7 @@ def _hopper_family(problem: AttentionProblem) -> Dimensions:
         "heads_per_tile": tuple(dict.fromkeys((packed_heads(problem.group_size), 1))),
         "num_stages": (2, 3),
         "q_stages": (1, 2),
+        "q_in_registers": (False, True),
     }
 
 

@@ -15,12 +15,17 @@ MAX_KEYS = 256  # Of a TMA box and of one WGMMA.
 # Registers of a thread after reallocation, by the number of consumer warpgroups: (consumer, producer). They add up to
 # what the launch has: 168 a thread of 384, 128 of 512. With 24 the producer of two consumers spills.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-# Of a consumer, those that hold no output, scores or weights: row state, addresses, the loop. Head size 256 with 64
-# keys has 176 and does not spill; with 80 it has 188 and does.
-OTHER_REGISTERS = {2: 50, 3: 24}
+# With a converter: (consumer, producer and converter). Three consumers would have 136 each.
+NARROW_REGISTERS = {2: (216, 40)}
+# Of a consumer, those that hold no output, scores, weights or queries: row state, addresses, the loop. With 192 for
+# the others nothing spills at head size 128, and with 188 at head size 256 a few do.
+OTHER_REGISTERS = {2: 40, 3: 24}
 HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
+# 8-bit floats of a cache. What AMD's chips have is left to the portable family.
+NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+NARROW_BYTES = 8  # Of 8-bit elements that become one vector of 16 bits, of 16 bytes.
 # Bytes of the note that the producer leaves with a query tile.
-NOTE_BYTES = 64
+NOTE_BYTES = 64  # 16 numbers of 32 bits
 BARRIER_BYTES = 8
 # Where TileLang puts a tile that TMA swizzles.
 TILE_ALIGNMENT = 1024
@@ -37,6 +42,9 @@ class HopperPrefillConfig:
             ``i // heads_per_tile``, head ``i % heads_per_tile``. Divides the group.
         num_stages: tiles of K, and as many of V, that are in flight.
         q_stages: tiles of Q: with two the next item's is loaded while this one is at work.
+        q_in_registers: QK takes the queries from registers, not from shared memory.
+        narrow_stages: of an 8-bit cache: tiles of K, and as many of V, that are in flight before a converter
+            warpgroup makes 16 bits of them. 0 for a cache of 16 bits, whose blocks have no converter.
     """
 
     block_n: int
@@ -44,6 +52,8 @@ class HopperPrefillConfig:
     heads_per_tile: int
     num_stages: int
     q_stages: int
+    q_in_registers: bool = False
+    narrow_stages: int = 0
 
     @property
     def block_m(self) -> int:
@@ -52,8 +62,13 @@ class HopperPrefillConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block: the consumers and the producer."""
-        return WARPGROUP * (self.warpgroups + 1)
+        """Of a block: the consumers, the producer, and the converter if there is one."""
+        return WARPGROUP * (self.warpgroups + (2 if self.narrow_stages else 1))
+
+    @property
+    def role_registers(self) -> tuple[int, int]:
+        """Of a thread after reallocation: a consumer's, and that of the others."""
+        return (NARROW_REGISTERS if self.narrow_stages else REGISTERS)[self.warpgroups]
 
     @property
     def tokens_per_warpgroup(self) -> int:
@@ -73,19 +88,23 @@ class HopperPrefillConfig:
         return gcd(problem.page_size, self.block_n)
 
     def copies(self, problem: AttentionProblem) -> int:
-        """TMA copies of a K or V tile; each is a lane's of one warp."""
-        return self.block_n // self.box_rows(problem) * (problem.head_dim // swizzled_columns(problem.head_dim))
+        """TMA copies of a K or V tile; each is a lane's of one warp. Rows of 8 bits are copied whole."""
+        columns = 1 if self.narrow_stages else problem.head_dim // swizzled_columns(problem.head_dim)
+        return self.block_n // self.box_rows(problem) * columns
 
     def shared_memory(self, problem: AttentionProblem, device: DeviceSpec) -> int:
         """Bytes of shared memory: Q, the stages of K and V, the producer's notes, and barriers."""
         del device
         tiles = self.q_stages * self.block_m + 2 * self.num_stages * self.block_n
-        barriers = BARRIER_BYTES * (2 * self.q_stages + 4 * self.num_stages + 1)
-        return tiles * problem.head_dim * ELEMENT_BYTES[problem.dtype] + NOTE_BYTES * self.q_stages + barriers
+        narrow = 2 * self.narrow_stages * self.block_n * problem.head_dim
+        barriers = BARRIER_BYTES * (2 * self.q_stages + 4 * (self.num_stages + self.narrow_stages) + 1)
+        return tiles * problem.head_dim * ELEMENT_BYTES[problem.dtype] + narrow + NOTE_BYTES * self.q_stages + barriers
 
     def registers(self, problem: AttentionProblem) -> int:
-        """Of a consumer's thread, for output, scores and the softmax's weights of 16 bits."""
+        """Of a consumer's thread, for output, scores, and the softmax's weights and queries of 16 bits."""
         elements = problem.head_dim + self.block_n + self.block_n // 2
+        if self.q_in_registers:
+            elements += problem.head_dim // 2
         return WARPGROUP_ROWS * elements // WARPGROUP
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -94,14 +113,19 @@ class HopperPrefillConfig:
 
     def _illegal_shape(self, problem: AttentionProblem) -> str | None:
         """Of each number by itself."""
-        if self.warpgroups not in REGISTERS:
-            return f"{self.warpgroups} consumer warpgroups; {' or '.join(map(str, REGISTERS))}"
+        if problem.is_quantized != (self.narrow_stages > 0):
+            return f"{self.narrow_stages} stages of 8 bits for a cache of {problem.kv_dtype}"
+        counts = NARROW_REGISTERS if self.narrow_stages else REGISTERS
+        if self.warpgroups not in counts:
+            return f"{self.warpgroups} consumer warpgroups; {' or '.join(map(str, counts))}"
         if self.block_n < 16 or self.block_n % 16 or self.block_n > MAX_KEYS:
             return f"{self.block_n} keys a tile; a multiple of 16 up to {MAX_KEYS}, which TMA and WGMMA take"
         if min(self.num_stages, self.q_stages) < 1:
             return f"{self.num_stages} stages of K and V, {self.q_stages} of Q; at least 1 of each"
         if not 1 <= self.heads_per_tile <= WARPGROUP_ROWS or problem.group_size % self.heads_per_tile:
             return f"{self.heads_per_tile} heads in a tile of a group of {problem.group_size}; a divisor up to 64"
+        if self.narrow_stages and self.block_n % (rows := converted_rows(problem.head_dim)):
+            return f"{self.block_n} keys a tile; the converter takes {rows} of head size {problem.head_dim} at a time"
         return None
 
     def _illegal_size(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -111,7 +135,7 @@ class HopperPrefillConfig:
         needed, limit = self.shared_memory(problem, device), device.shared_memory_per_block
         if needed > limit:
             return f"needs {needed} bytes of shared memory; {device.arch} has {limit}"
-        registers, most = self.registers(problem), REGISTERS[self.warpgroups][0] - OTHER_REGISTERS[self.warpgroups]
+        registers, most = self.registers(problem), self.role_registers[0] - OTHER_REGISTERS[self.warpgroups]
         if registers > most:
             return f"{registers} registers a thread for output, scores and weights; {most} fit without spills"
         return None
@@ -122,12 +146,18 @@ def swizzled_columns(head_dim: int) -> int:
     return 64 if head_dim % 64 == 0 else 32
 
 
+def converted_rows(head_dim: int) -> int:
+    """Keys that the converter's threads take at a time: side by side as many vectors as read and write without bank
+    conflicts, 128 bytes of 8-bit keys where they divide the head."""
+    return WARPGROUP * NARROW_BYTES // (128 if head_dim % 128 == 0 else swizzled_columns(head_dim))
+
+
 def hopper_refusal(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Why Hopper's family does not take a problem, for people; or None."""
     reasons = {
         f"{device.arch} is no Hopper": device.arch != "sm_90",
         "keys and values are contiguous": not problem.is_paged,
-        f"the cache holds {problem.kv_dtype}": problem.is_quantized,
+        f"the cache holds {problem.kv_dtype}": problem.is_quantized and problem.kv_dtype not in NARROW_DTYPES,
         f"queries are {problem.dtype}": ELEMENT_BYTES[problem.dtype] != ELEMENT_BYTES["bfloat16"],
         f"head size {problem.head_dim}; {', '.join(map(str, HEAD_DIMS))} are taken": problem.head_dim not in HEAD_DIMS,
         "ALiBi": problem.has_alibi,
@@ -151,13 +181,18 @@ def default_hopper_config(problem: AttentionProblem, device: DeviceSpec) -> Hopp
         UnsupportedError: the family does not take the problem.
     """
     reasons = []
-    for block_n, warpgroups, num_stages, q_stages in _SHAPES.get(problem.head_dim, ()):
+    shapes = (_NARROW_SHAPES if problem.is_quantized else _SHAPES).get(problem.head_dim, ())
+    if problem.window is not None and problem.window <= NARROW_WINDOW:
+        shapes = tuple((64, *others) for block_n, *others in shapes if block_n > 64) or shapes
+    for block_n, warpgroups, num_stages, q_stages, narrow_stages in shapes:
         config = HopperPrefillConfig(
             block_n=block_n,
             warpgroups=warpgroups,
             heads_per_tile=packed_heads(problem.group_size),
             num_stages=num_stages,
             q_stages=q_stages,
+            q_in_registers=_queries_in_registers(problem, block_n),
+            narrow_stages=narrow_stages,
         )
         reason = config.illegal_reason(problem, device)
         if reason is None:
@@ -166,13 +201,31 @@ def default_hopper_config(problem: AttentionProblem, device: DeviceSpec) -> Hopp
     raise UnsupportedError("; ".join(dict.fromkeys(reasons)) or hopper_refusal(problem, device) or "no config")
 
 
-# (block_n, warpgroups, num_stages, q_stages), best first.
+# Up to this window most of a tile of 128 keys would be masked: 64 gain 14% at a window of 128 (H200, 64/8 D64 S8192).
+NARROW_WINDOW = 256
+
+
+def _queries_in_registers(problem: AttentionProblem, block_n: int) -> bool:
+    """Where there are registers left: gains 1.4% at head size 96, 1.3% in tiles of 64 keys at 64 (H200), loses at 128."""
+    return not problem.is_quantized and (problem.head_dim, block_n) in ((96, 128), (64, 64))
+
+
+# (block_n, warpgroups, num_stages, q_stages, narrow_stages), best first.
 _SHAPES = {
-    64: ((128, 3, 2, 2), (128, 2, 2, 2)),
-    96: ((96, 3, 2, 2), (128, 2, 2, 2)),
-    128: ((128, 2, 2, 2),),
-    160: ((96, 2, 2, 2), (80, 2, 2, 1)),
-    192: ((96, 2, 2, 1), (64, 2, 2, 1)),
-    224: ((64, 2, 2, 2),),
-    256: ((64, 2, 2, 1),),
+    64: ((128, 3, 2, 2, 0), (128, 2, 2, 2, 0)),
+    96: ((128, 2, 2, 2, 0), (96, 3, 2, 2, 0)),
+    128: ((128, 2, 2, 2, 0),),
+    160: ((96, 2, 2, 2, 0), (80, 2, 2, 1, 0)),
+    192: ((96, 2, 2, 1, 0), (64, 2, 2, 1, 0)),
+    224: ((64, 2, 2, 2, 0),),
+    256: ((64, 2, 2, 1, 0),),
+}
+_NARROW_SHAPES = {
+    64: ((128, 2, 2, 2, 2),),
+    96: ((128, 2, 2, 2, 2),),
+    128: ((128, 2, 2, 2, 1),),
+    160: ((96, 2, 2, 1, 2),),
+    192: ((80, 2, 2, 1, 1),),
+    224: ((64, 2, 2, 1, 2),),
+    256: ((48, 2, 2, 1, 2),),
 }

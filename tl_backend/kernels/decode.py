@@ -12,7 +12,8 @@ import tilelang.language as T
 
 from tl_backend.configs.decode import DecodeConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
-from tl_backend.kernels.tile import ACCUM, LN2, LOG2E, tile_program
+from tl_backend.kernels.pieces import pieces_program
+from tl_backend.kernels.tile import ACCUM, LN2, tile_program
 from tl_backend.problem import AttentionProblem
 
 
@@ -138,7 +139,8 @@ def decode(problem: AttentionProblem, config: DecodeConfig, dialect: Dialect) ->
 def decode_combine(problem: AttentionProblem, threads: int, dialect: Dialect) -> Any:
     """The prim_func that merges the pieces of every request: one block a request and query head."""
     head_dim, num_heads, dtype = problem.head_dim, problem.num_q_heads, problem.dtype
-    has_sinks, sinks_dtype = problem.sinks_dtype is not None, problem.sinks_dtype or ACCUM
+    sinks_dtype = problem.sinks_dtype or ACCUM
+    merge_pieces = pieces_program(problem, dialect)
 
     @T.prim_func
     def decode_combine_kernel(
@@ -161,38 +163,11 @@ def decode_combine(problem: AttentionProblem, threads: int, dialect: Dialect) ->
         partial_o = rows(partial_o_ptr, ACCUM, T.int64(head_dim))
         partial_lse = vector(partial_lse_ptr, ACCUM)
         with dialect.launch(num_requests * num_heads, threads) as block:
-            o_D = dialect.fragment([head_dim], ACCUM)
-            highest = T.alloc_local([1], ACCUM)
-            total = T.alloc_local([1], ACCUM)
             request = block // num_heads
-            head = block % num_heads
             row = cu_seqlens_q[request]
             if cu_seqlens_q[request + 1] > row:
-                # The sink joins here, once, whatever the pieces.
-                highest[0] = T.cast(sinks[head], ACCUM) * LOG2E if has_sinks else -T.infinity(ACCUM)
-                T.fill(o_D, 0)
-                for split in T.serial(num_splits):
-                    highest[0] = T.max(highest[0], partial_lse[(request * num_splits + split) * num_heads + head])
-                # A sink of -inf, or a piece without keys, weighs nothing. With no key at all the sum stays 0.
-                if has_sinks:
-                    total[0] = T.if_then_else(
-                        highest[0] == -T.infinity(ACCUM), 0.0, T.exp2(T.cast(sinks[head], ACCUM) * LOG2E - highest[0])
-                    )
-                else:
-                    total[0] = 0
-                for split in T.serial(num_splits):
-                    piece = (request * num_splits + split) * num_heads + head
-                    weight = T.if_then_else(
-                        partial_lse[piece] == -T.infinity(ACCUM), 0.0, T.exp2(partial_lse[piece] - highest[0])
-                    )
-                    total[0] = total[0] + weight
-                    for d in dialect.parallel(head_dim):
-                        o_D[d] = o_D[d] + weight * partial_o[piece, d]
-                for d in dialect.parallel(head_dim):
-                    O[row, head, d] = T.cast(T.if_then_else(total[0] == 0, 0, o_D[d] / total[0]), dtype)
-                if problem.returns_lse:
-                    lse[head, row] = T.if_then_else(
-                        total[0] == 0, -T.infinity(ACCUM), LN2 * (highest[0] + T.log2(total[0]))
-                    )
+                merge_pieces(
+                    O, lse, sinks, partial_o, partial_lse, row, block % num_heads, request * num_splits, num_splits
+                )
 
     return decode_combine_kernel

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -118,7 +119,13 @@ def as_graph(launch: Launch, device: torch.device, repeats: int = 1) -> Launch:
                 graph.capture_end()
             raise
         graph.capture_end()
-    return graph.replay
+    return partial(_replay, graph, launch)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, launch: Launch) -> None:
+    """``launch`` holds the tensors that the graph reads and writes, for as long as it can be replayed."""
+    del launch
+    graph.replay()
 
 
 def _repeated(launch: Launch, repeats: int) -> Launch:

@@ -108,8 +108,9 @@ def launch_prefill(
     scratch: tuple[int, ...] = ()
     num_blocks: tuple[int, ...] = ()
     v_strides = strides.v
-    if pieces is not None:  # The family has no use for V apart from the cache, nor for slopes and scales.
-        values, v_strides, extras, num_blocks = (), (), extras[:2], (k.shape[0],)
+    if pieces is not None:  # The family has no use for V apart from the cache, nor for slopes.
+        lse, sinks, _, *scales = extras
+        values, v_strides, extras, num_blocks = (), (), (lse, sinks, *scales), (k.shape[0],)
         scratch = (pieces.counter.data_ptr(), pieces.partial_o.data_ptr(), pieces.partial_lse.data_ptr())
     plan.kernel(
         q.data_ptr(),
@@ -138,7 +139,7 @@ def launch_prefill(
         launches.record(COMBINE)
         pieces.combine(
             out.data_ptr(),
-            *extras,
+            *extras[:2],
             cu_seqlens_q.data_ptr(),
             pieces.split.data_ptr(),
             pieces.partial_o.data_ptr(),
