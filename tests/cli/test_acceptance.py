@@ -168,7 +168,8 @@ def test_plans_are_bounded_and_can_be_had_on_every_device(arch: str) -> None:
     assert all(kernels_of(work, device) for work in plan.work)
     assert plan.tuned
     assert plan.workloads
-    assert len(plan.work) <= 60
+    # Minutes of a node: 63 since the sweep has problems of each of the head sizes of Hopper's prefill.
+    assert len(plan.work) <= 64
     if device.is_gpu:
         assert {work.problem.head_dim for work in plan.work} == set(SUPPORTED_HEAD_DIMS)
         assert {kind for work in plan.work for kind in work.kinds} >= {"prefill", "decode", "decode_split"}

@@ -268,6 +268,14 @@ def test_gpu_strides_are_vectors_of_16_bytes(extent: int) -> None:
             kernel_strides("q", tensor, H200)
 
 
+def test_gpu_strides_of_8_bit_caches_are_vectors_of_16_bytes_in_units_of_8() -> None:
+    """TMA, which Hopper's prefill reads them with, takes no others."""
+    cache = torch.zeros(8192, dtype=torch.uint8)
+    assert kernel_strides("kv_cache", cache.as_strided((2, 1, 16, 64), (1040, 0, 64, 1)), H200) == (130, 128, 8)
+    with pytest.raises(InvalidInputError, match="rows every 16 bytes"):
+        kernel_strides("kv_cache", cache.as_strided((2, 1, 16, 64), (1032, 0, 64, 1)), H200)
+
+
 def test_gpu_tensors_start_at_a_vector() -> None:
     tensor = torch.zeros(4096, dtype=torch.float16)
     offset = next(n for n in range(8) if (tensor.data_ptr() + 2 * n) % 16 == 0) + 4

@@ -97,7 +97,7 @@ def test_a_launch_passes_what_the_kernels_take(launched: list[Launch]) -> None:
     (attention, passed), (combine, merged) = launched
     assert attention == KernelKey("prefill_hopper", LLAMA, default_config("prefill", LLAMA, H200), H200)
     assert passed == (
-        q.data_ptr(), cache.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, table.data_ptr(), starts.data_ptr(),
+        q.data_ptr(), cache.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, 0, 0, table.data_ptr(), starts.data_ptr(),
         seq_lens.data_ptr(), space.work.data_ptr(), space.counter.data_ptr(), space.partial_o.data_ptr(),
         space.partial_lse.data_ptr(),
         16, 70, 20, 2048, 0.5,

@@ -12,7 +12,7 @@ from tl_backend.ops.code_report import code_report
 from tl_backend.ops.codegen import generate
 from tl_backend.ops.environment import find_compiler
 from tl_backend.ops.prefill import prefill_key
-from tl_backend.ops.target_compiler import compile_for_target, count_sass, parse_hipcc, parse_ptxas
+from tl_backend.ops.target_compiler import compile_for_target, count_sass, local_accesses, parse_hipcc, parse_ptxas
 from tl_backend.testing.cases import make_problem
 
 PTXAS = """ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized
@@ -57,8 +57,30 @@ def test_hipcc() -> None:
     assert (found.registers, found.spill_bytes, found.stack_bytes) == (192, 12, 32)
 
 
+LOOPS = """
+        /*0000*/                   STL [R1], R3 ;            /* 0x00 */
+        /*0010*/                   LDL R2, [R1] ;            /* of the outer loop */
+        /*0020*/                   HGMMA.64x128x16.F32 R24, gdesc[UR12], R24 ;
+        /*0030*/                   LDL.LU R3, [R1+0x4] ;     /* between */
+        /*0040*/                   HGMMA.64x128x16.F32 R24, gdesc[UR12], R24, gsb0 ;
+        /*0050*/                   STL.64 [R1], R4 ;         /* after the last */
+        /*0060*/              @!P0 BRA 0x20 ;
+        /*0070*/                   HGMMA.64x128x16.F32 R24, gdesc[UR12], R24 ;
+        /*0080*/               @P0 BRA.U.ANY 0x70 ;
+        /*0090*/               @P1 BRA 0x10 ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   BRA 0x80 ;
+        /*00c0*/                   BRA 0xc0;
+"""
+
+
+def test_local_memory_is_counted_in_innermost_loops_of_matmuls() -> None:
+    assert local_accesses(LOOPS) == ((1, 2), (0, 0))
+
+
 def test_no_disassembler_claims_no_counts() -> None:
     assert count_sass("") == {}
+    assert local_accesses("") == ()
 
 
 @pytest.mark.parametrize("parse", [parse_ptxas, parse_hipcc])

@@ -79,6 +79,14 @@ def _c_target() -> Dimensions:
 
 
 def _hopper_family(problem: AttentionProblem) -> Dimensions:
+    if problem.is_quantized:
+        return {
+            "block_n": (64, 80, 96, 112, 128),
+            "heads_per_tile": tuple(dict.fromkeys((packed_heads(problem.group_size), 1))),
+            "q_stages": (1, 2),
+            "narrow_stages": (1, 2),
+            "converter_warps": (2, 4),
+        }
     return {
         "block_n": (64, 80, 96, 112, 128, 160, 176),
         "warpgroups": (2, 3),

@@ -15,11 +15,16 @@ MAX_KEYS = 256  # Of a TMA box and of one WGMMA.
 # Registers of a thread after reallocation, by the number of consumer warpgroups: (consumer, producer). They add up to
 # what the launch has: 168 a thread of 384, 128 of 512. With 24 the producer of two consumers spills.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-# With a converter: (consumer, producer and converter). Three consumers would have 136 each.
-NARROW_REGISTERS = {2: (216, 40)}
+# With a converter, by its warps: four are a warpgroup, two belong to the producer's. Two consumers alone: three beside
+# a warpgroup would have 136 each. With 40 the producer spills.
+CONVERTER_REGISTERS = {2: (224, 56), 4: (208, 48)}
+CONVERTER_CONSUMERS = 2
 # Of a consumer, those that hold no output, scores, weights or queries: row state, addresses, the loop. With 192 for
 # the others nothing spills at head size 128, and with 188 at head size 256 a few do.
 OTHER_REGISTERS = {2: 40, 3: 24}
+OTHER_CONVERTER_REGISTERS = 48
+# Blocks of 512 threads start with 128 registers each, and no instruction may have more: a WGMMA of 224 columns has.
+MAX_COLUMNS_OF_512 = 192
 HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 # 8-bit floats of a cache. What AMD's chips have is left to the portable family.
 NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -43,8 +48,9 @@ class HopperPrefillConfig:
         num_stages: tiles of K, and as many of V, that are in flight.
         q_stages: tiles of Q: with two the next item's is loaded while this one is at work.
         q_in_registers: QK takes the queries from registers, not from shared memory.
-        narrow_stages: of an 8-bit cache: tiles of K, and as many of V, that are in flight before a converter
-            warpgroup makes 16 bits of them. 0 for a cache of 16 bits, whose blocks have no converter.
+        narrow_stages: of an 8-bit cache: tiles of K, and as many of V, that are in flight before a converter makes 16
+            bits of them. 0 for a cache of 16 bits.
+        converter_warps: of an 8-bit cache: 4, a warpgroup of its own, or 2 that the producer has left. Else 0.
     """
 
     block_n: int
@@ -54,6 +60,7 @@ class HopperPrefillConfig:
     q_stages: int
     q_in_registers: bool = False
     narrow_stages: int = 0
+    converter_warps: int = 0
 
     @property
     def block_m(self) -> int:
@@ -62,13 +69,13 @@ class HopperPrefillConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block: the consumers, the producer, and the converter if there is one."""
-        return WARPGROUP * (self.warpgroups + (2 if self.narrow_stages else 1))
+        """Of a block: the consumers, the producer, and the converter if it is a warpgroup."""
+        return WARPGROUP * (self.warpgroups + 1 + self.converter_warps * WARP // WARPGROUP)
 
     @property
     def role_registers(self) -> tuple[int, int]:
         """Of a thread after reallocation: a consumer's, and that of the others."""
-        return (NARROW_REGISTERS if self.narrow_stages else REGISTERS)[self.warpgroups]
+        return CONVERTER_REGISTERS[self.converter_warps] if self.converter_warps else REGISTERS[self.warpgroups]
 
     @property
     def tokens_per_warpgroup(self) -> int:
@@ -109,23 +116,45 @@ class HopperPrefillConfig:
 
     def illegal_reason(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """Why this config cannot run, or None."""
-        return hopper_refusal(problem, device) or self._illegal_shape(problem) or self._illegal_size(problem, device)
+        return (
+            hopper_refusal(problem, device)
+            or self._illegal_block(problem)
+            or self._illegal_conversion(problem)
+            or self._illegal_keys(problem)
+            or self._illegal_size(problem, device)
+        )
 
-    def _illegal_shape(self, problem: AttentionProblem) -> str | None:
-        """Of each number by itself."""
-        if problem.is_quantized != (self.narrow_stages > 0):
-            return f"{self.narrow_stages} stages of 8 bits for a cache of {problem.kv_dtype}"
-        counts = NARROW_REGISTERS if self.narrow_stages else REGISTERS
-        if self.warpgroups not in counts:
-            return f"{self.warpgroups} consumer warpgroups; {' or '.join(map(str, counts))}"
-        if self.block_n < 16 or self.block_n % 16 or self.block_n > MAX_KEYS:
-            return f"{self.block_n} keys a tile; a multiple of 16 up to {MAX_KEYS}, which TMA and WGMMA take"
+    def _illegal_block(self, problem: AttentionProblem) -> str | None:
+        """Of warpgroups, stages and heads, each by itself."""
+        if self.warpgroups not in REGISTERS:
+            return f"{self.warpgroups} consumer warpgroups; {' or '.join(map(str, REGISTERS))}"
         if min(self.num_stages, self.q_stages) < 1:
             return f"{self.num_stages} stages of K and V, {self.q_stages} of Q; at least 1 of each"
         if not 1 <= self.heads_per_tile <= WARPGROUP_ROWS or problem.group_size % self.heads_per_tile:
             return f"{self.heads_per_tile} heads in a tile of a group of {problem.group_size}; a divisor up to 64"
-        if self.narrow_stages and self.block_n % (rows := converted_rows(problem.head_dim)):
-            return f"{self.block_n} keys a tile; the converter takes {rows} of head size {problem.head_dim} at a time"
+        return None
+
+    def _illegal_keys(self, problem: AttentionProblem) -> str | None:
+        """Of the keys of a tile."""
+        if self.block_n < 16 or self.block_n % 16 or self.block_n > MAX_KEYS:
+            return f"{self.block_n} keys a tile; a multiple of 16 up to {MAX_KEYS}, which TMA and WGMMA take"
+        if self.converter_warps and self.block_n % (keys := converted_keys(problem.head_dim, self.converter_warps)):
+            return f"{self.block_n} keys a tile; {self.converter_warps} warps convert {keys} at a time"
+        return None
+
+    def _illegal_conversion(self, problem: AttentionProblem) -> str | None:
+        """Of what an 8-bit cache needs."""
+        if not problem.is_quantized:
+            unused = self.narrow_stages or self.converter_warps
+            return f"stages of 8 bits or a converter, for a cache of {problem.kv_dtype}" if unused else None
+        if self.narrow_stages < 1 or self.converter_warps not in CONVERTER_REGISTERS:
+            warps = " or ".join(map(str, CONVERTER_REGISTERS))
+            there = f"{self.narrow_stages} stages of {problem.kv_dtype}, {self.converter_warps} warps that convert"
+            return f"{there}; at least 1 stage, {warps} warps"
+        if self.warpgroups != CONVERTER_CONSUMERS:
+            return f"{self.warpgroups} consumer warpgroups beside a converter; {CONVERTER_CONSUMERS}"
+        if self.threads > 384 and problem.head_dim > MAX_COLUMNS_OF_512:
+            return f"{self.threads} threads with head size {problem.head_dim}; {MAX_COLUMNS_OF_512} at most"
         return None
 
     def _illegal_size(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -135,7 +164,8 @@ class HopperPrefillConfig:
         needed, limit = self.shared_memory(problem, device), device.shared_memory_per_block
         if needed > limit:
             return f"needs {needed} bytes of shared memory; {device.arch} has {limit}"
-        registers, most = self.registers(problem), self.role_registers[0] - OTHER_REGISTERS[self.warpgroups]
+        others = OTHER_CONVERTER_REGISTERS if self.converter_warps else OTHER_REGISTERS[self.warpgroups]
+        registers, most = self.registers(problem), self.role_registers[0] - others
         if registers > most:
             return f"{registers} registers a thread for output, scores and weights; {most} fit without spills"
         return None
@@ -146,10 +176,13 @@ def swizzled_columns(head_dim: int) -> int:
     return 64 if head_dim % 64 == 0 else 32
 
 
-def converted_rows(head_dim: int) -> int:
-    """Keys that the converter's threads take at a time: side by side as many vectors as read and write without bank
-    conflicts, 128 bytes of 8-bit keys where they divide the head."""
-    return WARPGROUP * NARROW_BYTES // (128 if head_dim % 128 == 0 else swizzled_columns(head_dim))
+def converted_keys(head_dim: int, warps: int) -> int:
+    """Keys that a converter takes at a time, eight elements a thread.
+
+    As many vectors lie side by side as are read and written without bank conflicts: 128 bytes of an 8-bit key, where
+    they divide the head.
+    """
+    return WARP * warps * NARROW_BYTES // (128 if head_dim % 128 == 0 else swizzled_columns(head_dim))
 
 
 def hopper_refusal(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -183,8 +216,8 @@ def default_hopper_config(problem: AttentionProblem, device: DeviceSpec) -> Hopp
     reasons = []
     shapes = (_NARROW_SHAPES if problem.is_quantized else _SHAPES).get(problem.head_dim, ())
     if problem.window is not None and problem.window <= NARROW_WINDOW:
-        shapes = tuple((64, *others) for block_n, *others in shapes if block_n > 64) or shapes
-    for block_n, warpgroups, num_stages, q_stages, narrow_stages in shapes:
+        shapes = tuple((64, *shape[1:]) for shape in shapes if shape[0] > 64) or shapes
+    for block_n, warpgroups, num_stages, q_stages, narrow_stages, converter_warps in shapes:
         config = HopperPrefillConfig(
             block_n=block_n,
             warpgroups=warpgroups,
@@ -193,6 +226,7 @@ def default_hopper_config(problem: AttentionProblem, device: DeviceSpec) -> Hopp
             q_stages=q_stages,
             q_in_registers=_queries_in_registers(problem, block_n),
             narrow_stages=narrow_stages,
+            converter_warps=converter_warps,
         )
         reason = config.illegal_reason(problem, device)
         if reason is None:
@@ -206,26 +240,26 @@ NARROW_WINDOW = 256
 
 
 def _queries_in_registers(problem: AttentionProblem, block_n: int) -> bool:
-    """Where there are registers left: gains 1.4% at head size 96, 1.3% in tiles of 64 keys at 64 (H200), loses at 128."""
+    """Where registers are left: gains 1.4% at head size 96, 1.3% in tiles of 64 keys at 64 (H200), loses at 128."""
     return not problem.is_quantized and (problem.head_dim, block_n) in ((96, 128), (64, 64))
 
 
-# (block_n, warpgroups, num_stages, q_stages, narrow_stages), best first.
+# (block_n, warpgroups, num_stages, q_stages, narrow_stages, converter_warps), best first.
 _SHAPES = {
-    64: ((128, 3, 2, 2, 0), (128, 2, 2, 2, 0)),
-    96: ((128, 2, 2, 2, 0), (96, 3, 2, 2, 0)),
-    128: ((128, 2, 2, 2, 0),),
-    160: ((96, 2, 2, 2, 0), (80, 2, 2, 1, 0)),
-    192: ((96, 2, 2, 1, 0), (64, 2, 2, 1, 0)),
-    224: ((64, 2, 2, 2, 0),),
-    256: ((64, 2, 2, 1, 0),),
+    64: ((128, 3, 2, 2, 0, 0), (128, 2, 2, 2, 0, 0)),
+    96: ((128, 2, 2, 2, 0, 0), (96, 3, 2, 2, 0, 0)),
+    128: ((128, 2, 2, 2, 0, 0),),
+    160: ((96, 2, 2, 2, 0, 0), (80, 2, 2, 1, 0, 0)),
+    192: ((96, 2, 2, 1, 0, 0), (64, 2, 2, 1, 0, 0)),
+    224: ((64, 2, 2, 2, 0, 0),),
+    256: ((64, 2, 2, 1, 0, 0),),
 }
 _NARROW_SHAPES = {
-    64: ((128, 2, 2, 2, 2),),
-    96: ((128, 2, 2, 2, 2),),
-    128: ((128, 2, 2, 2, 1),),
-    160: ((96, 2, 2, 1, 2),),
-    192: ((80, 2, 2, 1, 1),),
-    224: ((64, 2, 2, 1, 2),),
-    256: ((48, 2, 2, 1, 2),),
+    64: ((128, 2, 2, 2, 2, 4),),
+    96: ((128, 2, 2, 2, 2, 4),),
+    128: ((128, 2, 2, 2, 1, 4),),
+    160: ((96, 2, 2, 1, 2, 4),),
+    192: ((80, 2, 2, 1, 1, 4),),
+    224: ((64, 2, 2, 1, 2, 2),),
+    256: ((64, 2, 2, 1, 1, 2),),
 }

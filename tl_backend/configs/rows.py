@@ -20,7 +20,7 @@ from tl_backend.errors import UnsupportedError
 # Far above any tile or thread count, far below where arithmetic on them would be slow.
 MAX_NUMBER = 2**16
 PORTABLE = "portable"
-OFF_AT_ZERO = ("num_stages", "narrow_stages", "rasterisation", "num_split_q")
+OFF_AT_ZERO = ("num_stages", "narrow_stages", "converter_warps", "rasterisation", "num_split_q")
 
 Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -1,7 +1,7 @@
 """Constructs of Hopper that its kernels share: TMA boxes of swizzled tiles, and barriers between warps.
 
-A tile's rows are cut into columns of ``swizzled_columns`` elements, each a TMA box: the swizzle that WGMMA reads without
-bank conflicts repeats in rows of 128 (or 64) bytes.
+A tile's rows are cut into columns of ``swizzled_columns`` elements, each a TMA box: the swizzle that WGMMA reads
+without bank conflicts repeats in rows of 128 (or 64) bytes.
 """
 
 from typing import Any

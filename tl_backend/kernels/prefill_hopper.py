@@ -1,9 +1,9 @@
 """Varlen prefill over a paged cache for Hopper: warp-specialised, on persistent blocks.
 
-One block a multiprocessor takes items (a tile of query tokens of one request, and a lane: the query heads of one kv head
-that share the tile) until none is left. One warp of the producer takes the items and loads Q and K, one loads V, all by
-TMA; consumers of 64 rows each compute (``kernels/prefill_hopper_rows.py``). Where the cache holds 8-bit floats, a
-converter stands between the two (``kernels/prefill_hopper_fp8.py``).
+One block a multiprocessor takes items (a tile of query tokens of one request, and a lane: the query heads of one kv
+head that share the tile) until none is left. One warp of the producer takes the items and loads Q and K, one loads V,
+all by TMA; consumers of 64 rows each compute (``kernels/prefill_hopper_rows.py``). Where the cache holds 8-bit floats,
+a converter stands between the two (``kernels/prefill_hopper_fp8.py``).
 
 Legend: T query rows, H query heads, HK kv heads, D head size, R requests, W work items.
 """
@@ -44,9 +44,9 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
     """The prim_func.
 
     Q ``[T, H, D]``, KV the cache ``[num_blocks, HK, page, 2 * D]``, O ``[T, H, D]``, block_table int32
-    ``[R, max_blocks]``, cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 4]`` of (request, first
-    token, piece | pieces << 16, slot), longest first. Where the problem has them: lse float32 ``[H, T]`` (natural log),
-    sinks float32 ``[H]``, k_scale and v_scale float32 ``[1]``. counter int32 ``[1]``: zero, before and after.
+    ``[R, max_blocks]``, cu_seqlens_q int32 ``[R + 1]``, seq_lens int32 ``[R]``, work int32 ``[W, 4]`` of (request,
+    first token, piece | pieces << 16, slot), longest first. Where the problem has them: lse float32 ``[H, T]`` (natural
+    log), sinks float32 ``[H]``, k_scale and v_scale float32 ``[1]``. counter int32 ``[1]``: zero, before and after.
 
     Pieces of a tile that is split write float32 partial_o ``[>= slot + tokens * pieces, H, D]`` and partial_lse (base
     2), at rows slot + token * pieces + piece, for a combine.
@@ -65,13 +65,14 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
     consumer_warps = 4 * config.warpgroups
     producer_registers = config.role_registers[1]
     sinks_dtype = problem.sinks_dtype or ACCUM
-    quantized = problem.is_quantized
+    quantized, converter_warps = problem.is_quantized, config.converter_warps
     program = consumer_program(problem, config)
     converter = converter_program(problem, config) if quantized else None
     # Of the tiles as TMA fetches them.
     stored_dtype, stored_bytes = ("uint8", 1) if quantized else (dtype, ELEMENT_BYTES)
     stored_columns, stored_stages = (head_dim, config.narrow_stages) if quantized else (columns, num_stages)
     stored_across = head_dim // stored_columns
+    first_converter = config.threads - WARP * converter_warps
     vectors = head_dim // 8
 
     @T.macro
@@ -159,15 +160,13 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
             k_SND = T.alloc_shared([num_stages, block_n, head_dim], dtype)
             v_SND = T.alloc_shared([num_stages, block_n, head_dim], VALUE_DTYPE if quantized else dtype)
             notes = T.alloc_shared([q_stages, NOTE_BYTES // 4], "int32")
-            T.annotate_layout(
-                {tile: tilelang.layout.make_swizzled_layout(tile) for tile in (q_SMD, k_SND, v_SND)}
-            )
+            T.annotate_layout({tile: tilelang.layout.make_swizzled_layout(tile) for tile in (q_SMD, k_SND, v_SND)})
             q_ready = T.alloc_barrier([1] * q_stages)
-            # The V warp reads the note, too, and so do the converter's four.
-            q_free = T.alloc_barrier([consumer_warps + (5 if quantized else 1)] * q_stages)
-            k_ready = T.alloc_barrier([4 if quantized else 1] * num_stages)
+            # The V warp reads the note, too, and so do the converter's.
+            q_free = T.alloc_barrier([consumer_warps + 1 + converter_warps] * q_stages)
+            k_ready = T.alloc_barrier([converter_warps if quantized else 1] * num_stages)
             k_free = T.alloc_barrier([consumer_warps] * num_stages)
-            v_ready = T.alloc_barrier([4 if quantized else 1] * num_stages)
+            v_ready = T.alloc_barrier([converter_warps if quantized else 1] * num_stages)
             v_free = T.alloc_barrier([consumer_warps] * num_stages)
             v_there = T.alloc_barrier([1])
             if quantized:
@@ -175,9 +174,9 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
                 narrow_k_SND = T.alloc_shared([stored_stages, block_n, head_dim], "uint8")
                 narrow_v_SND = T.alloc_shared([stored_stages, block_n, head_dim], "uint8")
                 k_landed = T.alloc_barrier([1] * stored_stages)
-                k_taken = T.alloc_barrier([4] * stored_stages)
+                k_taken = T.alloc_barrier([converter_warps] * stored_stages)
                 v_landed = T.alloc_barrier([1] * stored_stages)
-                v_taken = T.alloc_barrier([4] * stored_stages)
+                v_taken = T.alloc_barrier([converter_warps] * stored_stages)
             thread = T.get_thread_binding()
 
             if thread >= consumers:
@@ -254,7 +253,8 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
                         if lane < config.warpgroups * num_columns:
                             T.tma_load(
                                 heads_box(
-                                    Q, dtype, head_dim, num_heads, num_rows, (q_stride_t, q_stride_h), heads, tokens_each
+                                    Q, dtype, head_dim, num_heads, num_rows, (q_stride_t, q_stride_h),
+                                    heads, tokens_each,
                                 ),
                                 q_ready[slot_q],
                                 T.access_ptr(
@@ -264,7 +264,7 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
                                 first_head,
                                 cu_seqlens_q[request] + token0 + lane // num_columns * tokens_each,
                                 0,
-                            )
+                            )  # fmt: skip
                         for tile in T.serial(tiles):
                             if lane < copies:
                                 page = block_table[
@@ -377,9 +377,9 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
                         v_done = v_done + v_tiles
                         v_turn = v_turn + 1
             if quantized:
-                if thread >= consumers + WARPGROUP:
+                if thread >= first_converter:
                     converter.convert(
-                        thread - consumers - WARPGROUP, notes, narrow_k_SND, narrow_v_SND, k_SND, v_SND, q_ready, q_free,
+                        thread - first_converter, notes, narrow_k_SND, narrow_v_SND, k_SND, v_SND, q_ready, q_free,
                         k_landed, k_taken, k_ready, k_free, v_landed, v_taken, v_ready, v_free,
                     )  # fmt: skip
             if thread < consumers:

@@ -1,8 +1,9 @@
 """What Hopper's prefill does for 8-bit caches: tiles land as they are stored, and a converter makes 16 bits of them.
 
-The converter is a warpgroup of its own. What WGMMA reads is what a cache of 16 bits has: keys of the queries' type,
-values of float16, which holds every 8-bit float exactly and is the cheapest to make: one instruction for two elements,
-where bfloat16 takes four. The weights that meet the values are float16, too: none is above 2^8.
+The converter is a warpgroup of its own, or two warps that the producer has left. What WGMMA reads is what a cache of 16
+bits has: keys of the queries' type, values of float16, which holds every 8-bit float exactly and is the cheapest to
+make: one instruction for two elements, where bfloat16 takes four. The weights that meet the values are float16, too:
+none is above 2^8.
 
 Legend: S slots of a ring, N keys of a KV tile, D head size.
 """
@@ -14,9 +15,9 @@ import tilelang.language as T
 
 from tl_backend.configs.prefill_hopper import (
     NARROW_BYTES,
-    WARPGROUP,
+    WARP,
     HopperPrefillConfig,
-    converted_rows,
+    converted_keys,
 )
 from tl_backend.kernels.hopper import arrive_warp
 from tl_backend.kernels.prefill_notes import FIRST_KEY, FIRST_TILE, NUM_TILES, SEQ_LEN
@@ -76,10 +77,10 @@ class ConverterProgram:
 
 def converter_program(problem: AttentionProblem, config: HopperPrefillConfig) -> ConverterProgram:
     """Build the macros. They close over the problem and the config, which are constants of the trace."""
-    block_n, head_dim, window = config.block_n, problem.head_dim, problem.window
+    block_n, head_dim = config.block_n, problem.head_dim
     num_stages, narrow_stages, q_stages = config.num_stages, config.narrow_stages, config.q_stages
-    rows = converted_rows(head_dim)
-    across = WARPGROUP // rows  # Vectors side by side.
+    rows = converted_keys(head_dim, config.converter_warps)
+    across = WARP * config.converter_warps // rows  # Vectors side by side.
     columns = head_dim // (across * NARROW_BYTES)
     vectors = block_n // rows * columns  # Of a thread and tile.
     batch = max(count for count in range(1, BATCH + 1) if vectors % count == 0)

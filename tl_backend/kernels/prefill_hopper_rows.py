@@ -1,7 +1,7 @@
 """What a consumer of Hopper's prefill does with its 64 rows of a query tile.
 
-The order of FlashAttention-3 (Shah et al. 2024, section 3.2): QK of a tile is issued before PV of the one before, so that
-the softmax between runs under a matmul; consumers take turns at the tensor cores by named barriers.
+The order of FlashAttention-3 (Shah et al. 2024, section 3.2): QK of a tile is issued before PV of the one before, so
+that the softmax between runs under a matmul; consumers take turns at the tensor cores by named barriers.
 
 Legend: S slots of a ring, M rows of a tile, N keys of a KV tile, D head size.
 """
@@ -54,7 +54,8 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
         config.num_stages, config.q_stages, config.heads_per_tile, config.tokens_per_warpgroup,
     )  # fmt: skip
     head_dim, dtype, num_heads = problem.head_dim, problem.dtype, problem.num_q_heads
-    causal, window, soft_cap, has_sinks = problem.causal, problem.window, problem.soft_cap, problem.sinks_dtype is not None
+    causal, window, soft_cap = problem.causal, problem.window, problem.soft_cap
+    has_sinks = problem.sinks_dtype is not None
     columns = swizzled_columns(head_dim)
     policy = T.GemmWarpPolicy.FullRow
     vectors = head_dim // 8
@@ -116,9 +117,7 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
         T.mbarrier_wait_parity(k_ready[index % num_stages], index // num_stages % 2)
         T.sync_threads(TURN + me, 2 * WARPGROUP)
         if config.q_in_registers:
-            T.wgmma_gemm(
-                q_MD, k_SND[index % num_stages, :, :], s_MN, transpose_B=True, policy=policy, clear_accum=True
-            )
+            T.wgmma_gemm(q_MD, k_SND[index % num_stages, :, :], s_MN, transpose_B=True, policy=policy, clear_accum=True)
         else:
             T.wgmma_gemm(
                 q_SMD[slot_q, :, :], k_SND[index % num_stages, :, :], s_MN,
@@ -194,15 +193,15 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
                 vector = (n * WARPGROUP + T.get_thread_binding() % WARPGROUP) % vectors
                 if row // heads < tokens_each and me * tokens_each + row // heads < num_tokens:
                     for e in T.vectorized(8):
-                        O[first_row + me * tokens_each + row // heads, first_head + row % heads, vector * 8 + e] = q_SMD[
-                            slot_q, me * WARPGROUP_ROWS + row, vector * 8 + e
-                        ]
+                        O[first_row + me * tokens_each + row // heads, first_head + row % heads, vector * 8 + e] = (
+                            q_SMD[slot_q, me * WARPGROUP_ROWS + row, vector * 8 + e]
+                        )
             T.fence_proxy_async()
 
     @T.macro
     def consume(
-        notes, O, num_rows, strides, lse, sinks, k_scale, v_scale, partial_o, partial_lse, softmax_scale, q_SMD, k_SND, v_SND,
-        q_ready, q_free, k_ready, k_free, v_ready, v_free,
+        notes, O, num_rows, strides, lse, sinks, k_scale, v_scale, partial_o, partial_lse, softmax_scale,
+        q_SMD, k_SND, v_SND, q_ready, q_free, k_ready, k_free, v_ready, v_free,
     ):  # fmt: skip
         T.set_max_nreg(config.role_registers[0], 1)
         me = T.alloc_var("int32")
@@ -275,8 +274,9 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
                 clear_end = 1 if window is not None else T.max(1, T.min(tiles, clear_end))
                 for n in T.serial(1, clear_end):
                     step(
-                        False, me, slot_q, done + n, 0, q_MD, q_SMD, k_SND, v_SND, s_MN, p_MN, o_MD, max_M, before_M, factor_M,
-                        last_M, part_MQ, s_MPQ, sums_MQ2, sum_MQ, scale, scale_log2, k_ready, k_free, v_ready, v_free,
+                        False, me, slot_q, done + n, 0, q_MD, q_SMD, k_SND, v_SND, s_MN, p_MN, o_MD, max_M,
+                        before_M, factor_M, last_M, part_MQ, s_MPQ, sums_MQ2, sum_MQ, scale, scale_log2,
+                        k_ready, k_free, v_ready, v_free,
                     )  # fmt: skip
                 for n in T.serial(clear_end, tiles):
                     step(
@@ -298,8 +298,8 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
                     # A row without keys is zero. NaN goes through, for a broken model to show.
                     factor_M[i] = T.if_then_else(sum_M[i] == 0, 0.0, (v_scale[0] if quantized else 1.0) / sum_M[i])
                 rescale(o_MD, factor_M)
-                # The loops below write a fragment too: TileLang then takes their layout from it, once. Of a loop that only
-                # reads rows it plans a layout anew for each operation of the kernel, which takes seconds.
+                # The loops below write a fragment too: TileLang then takes their layout from it, once. Of a loop that
+                # only reads rows it plans a layout anew for each operation of the kernel, which takes seconds.
                 if pieces == 1:
                     if problem.returns_lse:
                         for i in T.Parallel(block_m):
@@ -312,7 +312,9 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
                     for i in T.Parallel(block_m):
                         last_M[i] = T.if_then_else(
                             is_row(i, num_tokens),
-                            (notes[slot_q, SLOT] + token(i) * pieces + notes[slot_q, PIECE]) * num_heads + first_head + head(i),
+                            (notes[slot_q, SLOT] + token(i) * pieces + notes[slot_q, PIECE]) * num_heads
+                            + first_head
+                            + head(i),
                             -1,
                         )
                     for i, d in T.Parallel(block_m, head_dim):

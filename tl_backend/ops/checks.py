@@ -12,6 +12,7 @@ from tl_backend.errors import InvalidInputError, UnsupportedError, describe
 from tl_backend.problem import AttentionProblem
 
 STRIDE_UNIT = 8  # Elements that strides are counted in on a GPU, as in ``kernels.dialect``.
+VECTOR_BYTES = 16  # Every row begins at a multiple there.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -121,8 +122,9 @@ def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple
         InvalidInputError: the last dimension is not dense, or a stride or the address is not a multiple of 16 bytes.
     """
     unit = STRIDE_UNIT if device.is_gpu else 1
-    step = unit * tensor.element_size()
-    strides = _dense_where_free(tensor.shape, tensor.stride(), unit)
+    # Of 8-bit elements a unit is half of what TMA, which Hopper's prefill reads them with, can step.
+    step = max(unit * tensor.element_size(), VECTOR_BYTES if device.is_gpu else 1)
+    strides = _dense_where_free(tensor.shape, tensor.stride(), unit, step // tensor.element_size())
     if strides is None or tensor.data_ptr() % step:
         raise InvalidInputError(
             describe(
@@ -156,13 +158,15 @@ class Strides(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _dense_where_free(shape: tuple[int, ...], stride: tuple[int, ...], unit: int) -> tuple[int, ...] | None:
-    """Strides but the last in units, dense where the extent is 1; None if the kernels cannot take them."""
+def _dense_where_free(
+    shape: tuple[int, ...], stride: tuple[int, ...], unit: int, multiple: int
+) -> tuple[int, ...] | None:
+    """Strides but the last in units, dense where the extent is 1; None if one is no ``multiple`` of elements."""
     strides, dense = [], shape[-1]
     for extent, step in zip(reversed(shape[:-1]), reversed(stride[:-1]), strict=True):
         strides.append(dense if extent <= 1 else step)
         dense *= max(extent, 1)
-    if stride[-1] != 1 or any(step % unit for step in strides):
+    if stride[-1] != 1 or any(step % multiple for step in strides):
         return None
     return tuple(step // unit for step in reversed(strides))
 

@@ -100,6 +100,7 @@ def launch_prefill(
 ) -> None:
     """One launch, or two with a combine.
 
+    ``extras`` are the addresses of lse, sinks, slopes, k_scale and v_scale, 0 for what there is not.
     ``k`` and ``v`` are both the cache; or contiguous, with cu_seqlens_k for ``block_table``.
     """
     launches.record(plan.kind, plan.source)
@@ -108,9 +109,9 @@ def launch_prefill(
     scratch: tuple[int, ...] = ()
     num_blocks: tuple[int, ...] = ()
     v_strides = strides.v
+    lse, sinks = extras[:2]
     if pieces is not None:  # The family has no use for V apart from the cache, nor for slopes.
-        lse, sinks, _, *scales = extras
-        values, v_strides, extras, num_blocks = (), (), (lse, sinks, *scales), (k.shape[0],)
+        values, v_strides, extras, num_blocks = (), (), (lse, sinks, *extras[3:]), (k.shape[0],)
         scratch = (pieces.counter.data_ptr(), pieces.partial_o.data_ptr(), pieces.partial_lse.data_ptr())
     plan.kernel(
         q.data_ptr(),
@@ -139,7 +140,8 @@ def launch_prefill(
         launches.record(COMBINE)
         pieces.combine(
             out.data_ptr(),
-            *extras[:2],
+            lse,
+            sinks,
             cu_seqlens_q.data_ptr(),
             pieces.split.data_ptr(),
             pieces.partial_o.data_ptr(),

@@ -33,6 +33,8 @@ class Compiled:
         stack_bytes: local memory of a thread.
         notes: what the compiler remarks, such as matrix instructions that it had to serialise.
         instructions: machine instructions of interest by name, each place once; empty where no disassembler is here.
+        matmul_loops: of each innermost loop of WGMMA the places that access local memory: those between its first and
+            last WGMMA, and all.
     """
 
     compiler: str
@@ -41,6 +43,7 @@ class Compiled:
     stack_bytes: int
     notes: tuple[str, ...] = ()
     instructions: dict[str, int] = field(default_factory=dict)
+    matmul_loops: tuple[tuple[int, int], ...] = ()
 
 
 def compile_for_target(source: str, device: DeviceSpec) -> Compiled:
@@ -77,11 +80,12 @@ def parse_ptxas(text: str, compiler: str, assembly: str = "") -> Compiled:
         stack_bytes=int(spills[1]),
         notes=tuple(re.findall(r"(Potential Performance Loss: .*)", text)),
         instructions=count_sass(assembly),
+        matmul_loops=local_accesses(assembly),
     )
 
 
 # Matrix, bulk copy, asynchronous copy, barriers, and traffic to local memory.
-_SASS = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDGSTS", "BAR", "SYNCS", "LDL", "STL")
+_SASS = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDGSTS", "BAR", "SYNCS", "F2F", "LDL", "STL")
 _SASS_LINE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", re.MULTILINE)
 
 
@@ -89,6 +93,36 @@ def count_sass(assembly: str) -> dict[str, int]:
     """Instructions of interest in a disassembly."""
     found = Counter(_SASS_LINE.findall(assembly))
     return {name: found[name] for name in _SASS} if found else {}
+
+
+_SASS_PLACE = re.compile(
+    r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)[^;\n]*?(?:\b0x([0-9a-f]+)\s*)?;", re.MULTILINE
+)
+
+
+def local_accesses(assembly: str) -> tuple[tuple[int, int], ...]:
+    """Of each innermost loop of WGMMA: places that access local memory, between the first and last WGMMA, and all."""
+    code = [(int(place, 16), name, target) for place, name, target in _SASS_PLACE.findall(assembly)]
+    places = {name: [place for place, found, _ in code if found == name] for name in ("HGMMA", "LDL", "STL", "EXIT")}
+    local = places["LDL"] + places["STL"]
+
+    def inside(kind: str, begin: int, end: int) -> list[int]:
+        return [place for place in places[kind] if begin <= place <= end]
+
+    # A branch backwards over an exit is no loop: it returns from code that lies out of line.
+    loops = [
+        (int(target, 16), place)
+        for place, name, target in code
+        if name == "BRA" and target and int(target, 16) < place
+        and inside("HGMMA", int(target, 16), place) and not inside("EXIT", int(target, 16), place)
+    ]  # fmt: skip
+    found = []
+    for begin, end in sorted(loops):
+        if not any((begin, end) != other and begin <= other[0] and other[1] <= end for other in loops):
+            matmuls = inside("HGMMA", begin, end)
+            within = [place for place in local if begin <= place <= end]
+            found.append((sum(matmuls[0] < place < matmuls[-1] for place in within), len(within)))
+    return tuple(found)
 
 
 def parse_hipcc(text: str, compiler: str) -> Compiled:
