@@ -8,7 +8,6 @@ import pytest
 
 from tl_backend.configs.generations import read_shipped
 from tl_backend.configs.identity import KNOWN, spec_of
-from tl_backend.configs.prefill_hopper import TILE_ALIGNMENT, HopperPrefillConfig
 from tl_backend.configs.space import tile_of
 from tl_backend.ops.codegen import generate
 from tl_backend.ops.compiled import KernelKey
@@ -40,11 +39,7 @@ def test_a_shipped_row_generates_and_fits(key: KernelKey) -> None:
     """CASES.md C14: a shipped tuned table crashed the model."""
     tile = getattr(key.config, "tile", key.config)
     code = generate(key)
-    said = tile.shared_memory(key.problem, key.device)
-    assert max(code.shared_memory, said) <= key.device.shared_memory_per_block
-    # Hopper's tiles begin at multiples of the alignment, and what lies before them is smaller.
-    apart = TILE_ALIGNMENT if isinstance(tile, HopperPrefillConfig) else 1
-    assert abs(code.shared_memory - said) < apart
+    assert code.shared_memory == tile.shared_memory(key.problem, key.device) <= key.device.shared_memory_per_block
 
 
 def test_there_are_some_of_both_kernels() -> None:

@@ -29,11 +29,11 @@ HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 # 8-bit floats of a cache. What AMD's chips have is left to the portable family.
 NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 NARROW_BYTES = 8  # Of 8-bit elements that become one vector of 16 bits, of 16 bytes.
-# Bytes of the note that the producer leaves with a query tile.
-NOTE_BYTES = 64  # 16 numbers of 32 bits
-BARRIER_BYTES = 8
-# Where TileLang puts a tile that TMA swizzles.
+NOTE_NUMBERS = 16  # Of 32 bits: the note that the producer leaves with a query tile.
+# Where TileLang puts a tile. Notes and barriers lie in as many bytes before the first.
 TILE_ALIGNMENT = 1024
+# A work item says which piece of how many it is in one number: piece | pieces << PIECE_BITS.
+PIECE_BITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +102,10 @@ class HopperPrefillConfig:
     def shared_memory(self, problem: AttentionProblem, device: DeviceSpec) -> int:
         """Bytes of shared memory: Q, the stages of K and V, the producer's notes, and barriers."""
         del device
-        tiles = self.q_stages * self.block_m + 2 * self.num_stages * self.block_n
-        narrow = 2 * self.narrow_stages * self.block_n * problem.head_dim
-        barriers = BARRIER_BYTES * (2 * self.q_stages + 4 * (self.num_stages + self.narrow_stages) + 1)
-        return tiles * problem.head_dim * ELEMENT_BYTES[problem.dtype] + narrow + NOTE_BYTES * self.q_stages + barriers
+        element = ELEMENT_BYTES[problem.dtype]
+        rings = [self.q_stages * self.block_m * element, *[self.num_stages * self.block_n * element] * 2]
+        rings += [self.narrow_stages * self.block_n] * 2
+        return TILE_ALIGNMENT + sum(-(-ring * problem.head_dim // TILE_ALIGNMENT) * TILE_ALIGNMENT for ring in rings)
 
     def registers(self, problem: AttentionProblem) -> int:
         """Of a consumer's thread, for output, scores, and the softmax's weights and queries of 16 bits."""

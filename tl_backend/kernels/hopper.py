@@ -9,15 +9,15 @@ from typing import Any
 import tilelang.language as T
 from tvm import tirx
 
-from tl_backend.configs.prefill_hopper import swizzled_columns
+from tl_backend.configs.prefill_hopper import WARP, swizzled_columns
+from tl_backend.configs.tile import ELEMENT_BYTES
+from tl_backend.kernels.dialect import GPU_STRIDE_UNIT
 
 # CUtensorMapDataType, and CUtensorMapSwizzle by columns of 16 bits.
 _DATA_TYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}
 _SWIZZLES = {64: 3, 32: 2}
 _NO_SWIZZLE = 0
 _L2_PROMOTION_256B = 2
-ELEMENT_BYTES = 2
-STRIDE_UNIT = 8  # Elements that stride arguments count in.
 
 
 def heads_box(tensor: Any, dtype: str, head_dim: int, num_heads: int, rows: Any, strides: Any, heads: int, tokens: int):
@@ -59,10 +59,10 @@ def pages_box(tensor: Any, dtype: str, head_dim: int, shape: Any, strides: Any, 
 def _descriptor(tensor: Any, dtype: str, *, shape: tuple, strides: tuple, box: tuple):
     """Of the driver's cuTensorMapEncodeTiled, innermost dimension first."""
     rank = len(shape)
-    element, swizzle = (1, _NO_SWIZZLE) if dtype == "uint8" else (ELEMENT_BYTES, _SWIZZLES[box[0]])
+    element, swizzle = (1, _NO_SWIZZLE) if dtype == "uint8" else (ELEMENT_BYTES[dtype], _SWIZZLES[box[0]])
     return T.create_tma_descriptor(
         _DATA_TYPES[dtype], rank, tensor.data,
-        *shape, element, *[stride * (STRIDE_UNIT * element) for stride in strides], *box, *[1] * rank,
+        *shape, element, *[stride * (GPU_STRIDE_UNIT * element) for stride in strides], *box, *[1] * rank,
         0, swizzle, _L2_PROMOTION_256B, 0,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def tma_store(*arguments: Any):
 
 @T.macro
 def arrive_warp(barriers, index):
-    """One arrival for the whole warp: one a thread costs a tenth of the prefill's speed."""
+    """One arrival for the whole warp, not one a thread."""
     T.sync_warp()
-    if T.get_thread_binding() % 32 == 0:
+    if T.get_thread_binding() % WARP == 0:
         T.mbarrier_arrive(barriers[index])

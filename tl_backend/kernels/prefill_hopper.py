@@ -13,11 +13,19 @@ from typing import Any
 import tilelang
 import tilelang.language as T
 
-from tl_backend.configs.prefill_hopper import NOTE_BYTES, WARP, WARPGROUP, HopperPrefillConfig, swizzled_columns
+from tl_backend.configs.prefill_hopper import (
+    NOTE_NUMBERS,
+    PIECE_BITS,
+    WARP,
+    WARPGROUP,
+    HopperPrefillConfig,
+    swizzled_columns,
+)
+from tl_backend.configs.tile import ELEMENT_BYTES
 from tl_backend.kernels.dialect import Dialect, rows, vector
-from tl_backend.kernels.hopper import ELEMENT_BYTES, arrive_warp, heads_box, pages_box
+from tl_backend.kernels.hopper import arrive_warp, heads_box, pages_box
 from tl_backend.kernels.prefill_hopper_fp8 import HELPERS, VALUE_DTYPE, converter_program
-from tl_backend.kernels.prefill_hopper_rows import ACCUM, consumer_program
+from tl_backend.kernels.prefill_hopper_rows import consumer_program
 from tl_backend.kernels.prefill_notes import (
     FIRST_HEAD,
     FIRST_KEY,
@@ -32,10 +40,10 @@ from tl_backend.kernels.prefill_notes import (
     REQUEST,
     SEQ_LEN,
     SLOT,
-)  # fmt: skip
+)
+from tl_backend.kernels.tile import ACCUM
 from tl_backend.problem import AttentionProblem
 
-PIECE_BITS = 16
 # Below every limit that a tile of keys is compared with: nothing is visible.
 NOWHERE = -(2**30)
 
@@ -66,10 +74,10 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
     producer_registers = config.role_registers[1]
     sinks_dtype = problem.sinks_dtype or ACCUM
     quantized, converter_warps = problem.is_quantized, config.converter_warps
-    program = consumer_program(problem, config)
-    converter = converter_program(problem, config) if quantized else None
+    consume = consumer_program(problem, config)
+    convert = converter_program(problem, config) if quantized else None
     # Of the tiles as TMA fetches them.
-    stored_dtype, stored_bytes = ("uint8", 1) if quantized else (dtype, ELEMENT_BYTES)
+    stored_dtype, stored_bytes = ("uint8", 1) if quantized else (dtype, ELEMENT_BYTES[dtype])
     stored_columns, stored_stages = (head_dim, config.narrow_stages) if quantized else (columns, num_stages)
     stored_across = head_dim // stored_columns
     first_converter = config.threads - WARP * converter_warps
@@ -159,7 +167,7 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
             q_SMD = T.alloc_shared([q_stages, block_m, head_dim], dtype)
             k_SND = T.alloc_shared([num_stages, block_n, head_dim], dtype)
             v_SND = T.alloc_shared([num_stages, block_n, head_dim], VALUE_DTYPE if quantized else dtype)
-            notes = T.alloc_shared([q_stages, NOTE_BYTES // 4], "int32")
+            notes = T.alloc_shared([q_stages, NOTE_NUMBERS], "int32")
             T.annotate_layout({tile: tilelang.layout.make_swizzled_layout(tile) for tile in (q_SMD, k_SND, v_SND)})
             q_ready = T.alloc_barrier([1] * q_stages)
             # The V warp reads the note, too, and so do the converter's.
@@ -247,7 +255,8 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
                             notes[slot_q, PIECES] = pieces
                             notes[slot_q, SLOT] = work[item // lanes * 4 + 3]
                             T.mbarrier_arrive_expect_tx(
-                                q_ready[slot_q], config.warpgroups * tokens_each * heads * head_dim * ELEMENT_BYTES
+                                q_ready[slot_q],
+                                config.warpgroups * tokens_each * heads * head_dim * ELEMENT_BYTES[dtype],
                             )
                         T.sync_warp()
                         if lane < config.warpgroups * num_columns:
@@ -378,12 +387,12 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
                         v_turn = v_turn + 1
             if quantized:
                 if thread >= first_converter:
-                    converter.convert(
+                    convert(
                         thread - first_converter, notes, narrow_k_SND, narrow_v_SND, k_SND, v_SND, q_ready, q_free,
                         k_landed, k_taken, k_ready, k_free, v_landed, v_taken, v_ready, v_free,
                     )  # fmt: skip
             if thread < consumers:
-                program.consume(
+                consume(
                     notes, O, num_rows, (o_stride_t, o_stride_h), lse, sinks, k_scale, v_scale, partial_o, partial_lse,
                     softmax_scale, q_SMD, k_SND, v_SND,
                     q_ready, q_free, k_ready, k_free, v_ready, v_free,

@@ -8,7 +8,6 @@ none is above 2^8.
 Legend: S slots of a ring, N keys of a KV tile, D head size.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -27,8 +26,8 @@ VALUE_DTYPE = "float16"
 # Vectors that a thread reads before it writes the first: their latencies overlap, and 40 registers hold them.
 BATCH = 4
 
-# TileLang's own casts to bfloat16 go through cvt.rn.bf16.f16, of which a multiprocessor does 16 a cycle, as many as
-# exponentials: those are what the softmax next door is short of.
+# TileLang's own casts to bfloat16 go through cvt.rn.bf16.f16, which becomes F2F: not one of the instructions that the
+# arithmetic units do, and exponentials are what the softmax next door is short of. What it would cost is not measured.
 HELPERS = """
 template <bool to_bfloat16>
 __device__ __forceinline__ unsigned int from_halves(unsigned int halves) {
@@ -68,15 +67,8 @@ __device__ __forceinline__ void widen(void *wide, const void *narrow, bool is_ke
 """
 
 
-@dataclass(frozen=True)
-class ConverterProgram:
-    """Attributes: convert: a macro, all that the converter does until no more items come."""
-
-    convert: Any
-
-
-def converter_program(problem: AttentionProblem, config: HopperPrefillConfig) -> ConverterProgram:
-    """Build the macros. They close over the problem and the config, which are constants of the trace."""
+def converter_program(problem: AttentionProblem, config: HopperPrefillConfig) -> Any:
+    """The macro: all that the converter does until no more items come."""
     block_n, head_dim = config.block_n, problem.head_dim
     num_stages, narrow_stages, q_stages = config.num_stages, config.narrow_stages, config.q_stages
     rows = converted_keys(head_dim, config.converter_warps)
@@ -184,4 +176,4 @@ def converter_program(problem: AttentionProblem, config: HopperPrefillConfig) ->
                 done = done + tiles
                 turn = turn + 1
 
-    return ConverterProgram(convert=convert)
+    return convert

@@ -6,7 +6,6 @@ that the softmax between runs under a matmul; consumers take turns at the tensor
 Legend: S slots of a ring, M rows of a tile, N keys of a KV tile, D head size.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -29,8 +28,8 @@ from tl_backend.kernels.prefill_notes import (
     PIECE,
     PIECES,
     SLOT,
-)  # fmt: skip
-from tl_backend.kernels.tile import ACCUM, LN2, LOG2E, SCORE_FLOOR
+)
+from tl_backend.kernels.tile import ACCUM, LN2, LOG2E, SCORE_FLOOR, log_sum_exp
 from tl_backend.problem import AttentionProblem
 
 # Named barriers: 1, 2, 3 pass the turn to a consumer, 4, 5, 6 are a consumer's own.
@@ -40,15 +39,8 @@ TURN, OWN = 1, 4
 SLACK = 8.0
 
 
-@dataclass(frozen=True)
-class ConsumerProgram:
-    """Attributes: consume: a macro, all that the consumers do until no more items come."""
-
-    consume: Any
-
-
-def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> ConsumerProgram:
-    """Build the macros. They close over the problem and the config, which are constants of the trace."""
+def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> Any:
+    """The macro: all that the consumers do until no more items come."""
     block_m, block_n, warpgroups = config.block_m, config.block_n, config.warpgroups
     num_stages, q_stages, heads, tokens_each = (
         config.num_stages, config.q_stages, config.heads_per_tile, config.tokens_per_warpgroup,
@@ -165,10 +157,6 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
             before = max_M[i]
             max_M[i] = factor_M[i]
             factor_M[i] = T.exp2((before - factor_M[i]) * scale_log2)
-
-    def log_sum_exp(max_, sum_, scale_log2):
-        """Base 2; -inf for a row without keys."""
-        return T.if_then_else(sum_ == 0, -T.infinity(ACCUM), max_ * scale_log2 + T.log2(sum_))
 
     @T.macro
     def store_rows(O, num_rows, strides, q_SMD, slot_q, me, first_row, first_head, num_tokens):
@@ -327,4 +315,4 @@ def consumer_program(problem: AttentionProblem, config: HopperPrefillConfig) -> 
                 arrive_warp(q_free, slot_q)
                 turn = turn + 1
 
-    return ConsumerProgram(consume=consume)
+    return consume

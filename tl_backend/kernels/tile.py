@@ -41,6 +41,11 @@ class TileProgram:
     end_key: Any
 
 
+def log_sum_exp(max_, sum_, scale_log2):
+    """Base 2, of a row's maximum and sum; -inf for a row without keys. ``scale_log2`` makes scores exponents of 2."""
+    return T.if_then_else(sum_ == 0, -T.infinity(ACCUM), max_ * scale_log2 + T.log2(sum_))
+
+
 def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect) -> TileProgram:
     """Build the macros. They close over the problem and the config, which are constants of the trace."""
     block_m, block_n, heads = config.block_m, config.block_n, config.heads_per_tile
@@ -302,10 +307,6 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         for i, d in parallel(block_m, head_dim):
             o_MD[i, d] = T.if_then_else(sum_M[i] == 0, 0, o_MD[i, d] * (v_scale / sum_M[i]))
 
-    def log_sum_exp(max_, sum_, softmax_scale):
-        """Base 2; -inf for a row without keys."""
-        return T.if_then_else(sum_ == 0, -T.infinity(ACCUM), max_ * to_log2(softmax_scale) + T.log2(sum_))
-
     return TileProgram(
         keys=keys,
         values=values,
@@ -315,7 +316,7 @@ def tile_program(problem: AttentionProblem, config: TileConfig, dialect: Dialect
         load_heads=load_heads,
         add_sinks=add_sinks,
         normalise=normalise,
-        log_sum_exp=log_sum_exp,
+        log_sum_exp=lambda max_, sum_, softmax_scale: log_sum_exp(max_, sum_, to_log2(softmax_scale)),
         first_tile=first_tile,
         end_key=end_key,
     )

@@ -16,13 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tl_backend.configs.choice import PrefillConfig
-from tl_backend.configs.prefill_hopper import HopperPrefillConfig
+from tl_backend.configs.prefill_hopper import PIECE_BITS, HopperPrefillConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.problem import AttentionProblem
 
 COLUMNS = 4
-PIECES_SHIFT = 16
-WHOLE = 1 << PIECES_SHIFT  # The first of one piece.
+WHOLE = 1 << PIECE_BITS  # The first of one piece.
 MAX_PIECES = 64
 # Pieces of all split tiles and lanes together, in blocks of the whole device: what the scratch is made for.
 MAX_WAVES = 2
@@ -124,7 +123,7 @@ def work_list(
     counts = pieces[order]
     tile = np.repeat(order, counts)
     piece = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
-    items = np.stack([requests[tile], tokens[tile], piece | pieces[tile] << PIECES_SHIFT, slots[tile]], axis=1)
+    items = np.stack([requests[tile], tokens[tile], piece | pieces[tile] << PIECE_BITS, slots[tile]], axis=1)
     cut = np.flatnonzero(pieces > 1)
     merged = np.stack([requests[cut], tokens[cut], pieces[cut], slots[cut]], axis=1)
     return Work(items=items.astype(np.int32), split=merged.astype(np.int32))

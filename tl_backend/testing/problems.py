@@ -188,13 +188,7 @@ def _specialised_work() -> list[Work]:
         Work(
             problem=problem,
             cases=tuple(
-                Case(
-                    query_lens=query_lens,
-                    seq_lens=seq_lens,
-                    kv_layout=KV_LAYOUTS[(index + number) % len(KV_LAYOUTS)],
-                    q_view=Q_VIEWS[(index // 2 + number) % len(Q_VIEWS)],
-                    out_view=OUT_VIEWS[(index + number) % len(OUT_VIEWS)],
-                )
+                _case(index, number, query_lens, seq_lens)
                 for number, (query_lens, seq_lens) in enumerate((*_LONG, *_BEHIND))
             ),
             kinds=("prefill",),
@@ -230,6 +224,20 @@ def cpu_work() -> list[Work]:
     ]
 
 
+def _case(
+    index: int, number: int, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_splits: int | None = None
+) -> Case:
+    """The layouts take turns, by the problem's index and the case's number."""
+    return Case(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        kv_layout=KV_LAYOUTS[(index + number) % len(KV_LAYOUTS)],
+        q_view=Q_VIEWS[(index // 2 + number) % len(Q_VIEWS)],
+        out_view=OUT_VIEWS[(index + number) % len(OUT_VIEWS)],
+        num_splits=num_splits,
+    )
+
+
 def _work(index: int, problem: AttentionProblem) -> Work:
     lens, kinds, num_splits = (
         (_PREFILL, ("prefill",), None),
@@ -238,14 +246,6 @@ def _work(index: int, problem: AttentionProblem) -> Work:
         (_DECODE, ("decode",), 1),
     )[(index % _GPU_ROWS // 2 + index // _GPU_ROWS) % 4]
     cases = tuple(
-        Case(
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            kv_layout=KV_LAYOUTS[(index + number) % len(KV_LAYOUTS)],
-            q_view=Q_VIEWS[(index // 2 + number) % len(Q_VIEWS)],
-            out_view=OUT_VIEWS[(index + number) % len(OUT_VIEWS)],
-            num_splits=num_splits,
-        )
-        for number, (query_lens, seq_lens) in enumerate(lens)
+        _case(index, number, query_lens, seq_lens, num_splits) for number, (query_lens, seq_lens) in enumerate(lens)
     )
     return Work(problem=problem, cases=cases, kinds=(*kinds, "cache_write") if index % 13 == 0 else kinds)

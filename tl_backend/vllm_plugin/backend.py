@@ -28,9 +28,9 @@ FP8_SPELLINGS: tuple[CacheDType, ...] = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # gfx90a, gfx942 and gfx950 as vLLM numbers them. gfx908 and gfx940 share numbers; DeviceSpec.of refuses them by name.
 ROCM_CAPABILITIES = ((9, 0), (9, 4), (9, 5))
 
-# Hopper's prefill fetches a tile of 128 keys with few copies where a page holds it: on an H200 5% faster than from
-# pages of 16 (8192 new tokens of 32/8, D 128: 640 and 607 TFLOP/s; from pages of 64 632), 9% in ragged batches. Decodes
-# gain up to 7% (from 16.0 to 15.2 us for one request of 1024 keys), and lose up to 2% where there are many.
+# Hopper's prefill is fastest from pages of 128: those of 16 take 0.4 to 4.2% longer (H200, the rows of
+# benchmarks/results/prefill_h200.json). Decodes of 32/8 with the H200 table's configs are as fast on average, from 1.07
+# to 0.83 times (64 requests of up to 1024 keys).
 HOPPER, HOPPER_BLOCK_SIZE = (9, 0), 128
 
 SERVED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
