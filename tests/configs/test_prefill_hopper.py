@@ -105,7 +105,7 @@ def test_head_sizes_that_are_not_taken_keep_their_space() -> None:
         ("legal", {"block_n": 272}, "272 keys a tile; a multiple of 16 up to 256"),
         ("legal", {"num_stages": 0}, "0 stages of K and V, 2 of Q; at least 1"),
         ("legal", {"block_n": 176, "q_stages": 1}, "196 registers a thread"),  # (128 + 176 + 88) / 2
-        ("legal", {"num_stages": 3}, "needs 263168 bytes of shared memory"),  # (256 + 768) * 256 + 2 * 64 + 17 * 8
+        ("legal", {"num_stages": 3}, "needs 263304 bytes of shared memory"),  # 1024 + (256 + 768) * 256 + 17 * 8
         ("query tiles", {"q_stages": 1}, "1 tile of Q, where 2 fit"),
         ("packing", {"heads_per_tile": 1, "block_n": 64}, "1 heads a tile of a group of 4, in another shape"),
     ],
@@ -125,7 +125,7 @@ def test_each_rule_prunes_what_it_is_for(rule: str, changes, reason: str) -> Non
         (LLAMA_8_BITS, {"converter_warps": 3}, "3 warps that convert; at least 1 stage, 2 or 4 warps"),
         (LLAMA_8_BITS, {"warpgroups": 3}, "3 consumer warpgroups beside a converter; 2"),
         # (384 + 64) KiB a byte of the head, in 16 bits, and 64 in 8; 2 * 64 + 20 * 8
-        (LLAMA_8_BITS, {"narrow_stages": 2}, "needs 263168 bytes of shared memory"),
+        (LLAMA_8_BITS, {"narrow_stages": 2}, "needs 263336 bytes of shared memory"),
         (replace(LLAMA_8_BITS, head_dim=96, head_dim_v=96), {"block_n": 80}, "80 keys a tile; 4 warps convert 32"),
         (replace(LLAMA_8_BITS, head_dim=256, head_dim_v=256), {"block_n": 16}, "512 threads with head size 256; 192"),
     ],

@@ -150,8 +150,7 @@ def test_a_warpgroup_loads_and_the_others_compute(problem, config) -> None:
 @each_config
 def test_tiles_are_handed_over_by_barriers_of_their_own(problem, config) -> None:
     source = generated(problem, config).source
-    # Full and empty, of each stage of Q, K and V, and of the 8-bit ones.
-    assert barriers(source) >= 2 * config.q_stages + 4 * (config.num_stages + config.narrow_stages)
+    assert barriers(source) == config.barriers
     assert len(calls(source, r"\w+\[[^]]*\]\.wait\(")) >= 6
     assert "tl::fence_proxy_async" in source
 

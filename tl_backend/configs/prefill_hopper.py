@@ -30,8 +30,9 @@ HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 NARROW_BYTES = 8  # Of 8-bit elements that become one vector of 16 bits, of 16 bytes.
 NOTE_NUMBERS = 16  # Of 32 bits: the note that the producer leaves with a query tile.
-# Where TileLang puts a tile. Notes and barriers lie in as many bytes before the first.
+# Where TileLang puts a tile. The notes lie in as many bytes before the first.
 TILE_ALIGNMENT = 1024
+BARRIER_BYTES = 8
 # A work item says which piece of how many it is in one number: piece | pieces << PIECE_BITS.
 PIECE_BITS = 16
 
@@ -105,7 +106,13 @@ class HopperPrefillConfig:
         element = ELEMENT_BYTES[problem.dtype]
         rings = [self.q_stages * self.block_m * element, *[self.num_stages * self.block_n * element] * 2]
         rings += [self.narrow_stages * self.block_n] * 2
-        return TILE_ALIGNMENT + sum(-(-ring * problem.head_dim // TILE_ALIGNMENT) * TILE_ALIGNMENT for ring in rings)
+        tiles = sum(-(-ring * problem.head_dim // TILE_ALIGNMENT) * TILE_ALIGNMENT for ring in rings)
+        return TILE_ALIGNMENT + tiles + BARRIER_BYTES * self.barriers
+
+    @property
+    def barriers(self) -> int:
+        """Full and empty of each stage of Q, K and V, of the 8-bit ones too; and one of values that are in place."""
+        return 2 * self.q_stages + 4 * (self.num_stages + self.narrow_stages) + 1
 
     def registers(self, problem: AttentionProblem) -> int:
         """Of a consumer's thread, for output, scores, and the softmax's weights and queries of 16 bits."""
