@@ -56,7 +56,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[type, Any]:
     monkeypatch.setattr(Worker, "ask", ask)
     monkeypatch.setattr(acceptance, "plan_for", lambda device: TINY)
     monkeypatch.setattr(acceptance, "examine", lambda: [ok("Python", "here")])
-    monkeypatch.setattr(acceptance, "fill_disk_cache", list)
+    monkeypatch.setattr(acceptance, "build_kernels", list)
     monkeypatch.setattr(tune, "tune", lambda problems, device, *_: tune.Result(device=device_identity(device)))
     return answers
 

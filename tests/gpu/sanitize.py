@@ -1,7 +1,7 @@
 """The kernels under compute-sanitizer: its four tools over the launches of ``tests.gpu.launch_all``.
 
 Run ``python -m tests.gpu.sanitize --out FILE.json``; ``--device cpu`` tries the program itself. Everything is compiled
-first, side by side, into TileLang's disk cache. Then each launch's answer is compared with the float64 reference,
+first, side by side, into the kernel cache. Then each launch's answer is compared with the float64 reference,
 without a sanitizer, and memcheck, racecheck, synccheck and initcheck run the same launches side by side. Their logs
 lie beside FILE.json. Exits with 1 if an answer is wrong, or if a tool reported something or did not get through.
 
@@ -36,7 +36,7 @@ from tests.gpu.launch_all import keys, launches, run_all
 from tests.gpu.sweep import machine
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import describe
-from tl_backend.ops.prepare import fill_disk_cache
+from tl_backend.ops.prepare import load_kernels
 from tl_backend.telemetry.launches import counts
 
 # Each tool's own options, and those of the launches.
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = keys(chosen, DeviceSpec.of(device))
     print(f"{len(chosen)} launches, {len(wanted)} kernels", flush=True)
     begin = time.monotonic()
-    failed = fill_disk_cache(wanted)
+    failed = load_kernels(wanted)
     compiled_s = time.monotonic() - begin
     wrong = {f"{key.kind} {key.problem}": message for key, message in failed.items()}
     wrong |= {str(launch): message for launch, message in run_all(chosen, device, compare=True) if message}

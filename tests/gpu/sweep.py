@@ -3,7 +3,7 @@
 Run ``python -m tests.gpu.sweep --out FILE.json``. On a Hopper a second run with ``--family portable`` has the problems
 that Hopper's own prefill takes by the portable one; ``--family hopper`` is what the first run has of that family alone.
 ``--device cpu`` runs a handful on the C target, to try the program itself. Everything is compiled first, side by side,
-into TileLang's disk cache (``TILELANG_CACHE_DIR``). Prints a table, writes it as JSON with the GPU and the versions,
+into the kernel cache (``TL_BACKEND_CACHE_DIR``). Prints a table, writes it as JSON with the GPU and the versions,
 and exits with 1 if any check missed.
 """
 
@@ -31,7 +31,7 @@ from tests.gpu.families import FAMILIES, forced_family, of_family, strangers
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TLBackendError
 from tl_backend.ops.compiled import KernelKey
-from tl_backend.ops.prepare import fill_disk_cache
+from tl_backend.ops.prepare import load_kernels
 from tl_backend.telemetry.launches import counts
 from tl_backend.testing.contiguous import check_varlen
 from tl_backend.testing.poison import TOLERANCES, check_attention
@@ -175,7 +175,7 @@ def _sweep(work: list[Work], more: list[Extreme], device: torch.device, options:
     wanted = keys(work, more, DeviceSpec.of(device))
     print(f"{len(work)} problems, {len(more)} further checks, {len(wanted)} kernels", flush=True)
     begin = time.monotonic()
-    failed = fill_disk_cache(wanted, processes=options.processes, on_progress=_progress)
+    failed = load_kernels(wanted, processes=options.processes, on_progress=_progress)
     compiled_s = time.monotonic() - begin
     rows = [
         Row(problem=name(key.problem), case=key.kind, error=None, tolerance=None, message=message)

@@ -24,7 +24,7 @@ from tl_backend.configs.table import Table, read_table
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TLBackendError
 from tl_backend.ops import plan
-from tl_backend.ops.prepare import fill_disk_cache, required_kernels
+from tl_backend.ops.prepare import load_kernels, required_kernels
 from tl_backend.testing.cases import Case
 from tl_backend.testing.poison import check_attention
 from tl_backend.testing.problems import name
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         for kernel in required_kernels(key.representative(), spec, chooser=chooser(key, config, spec))
         if kernel.kind != "cache_write"
     ]
-    failed = fill_disk_cache(needed)
+    failed = load_kernels(needed)
     rows = [Row(problem="", case=str(key), error=None, tolerance=None, message=text) for key, text in failed.items()]
     for key, config in wanted:
         for row in check(key, config, device):

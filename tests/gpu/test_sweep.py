@@ -16,7 +16,7 @@ from tl_backend.configs import choice
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.prefill_hopper import HEAD_DIMS, hopper_refusal
 from tl_backend.device import DeviceSpec
-from tl_backend.ops.prepare import fill_disk_cache
+from tl_backend.ops.prepare import load_kernels
 from tl_backend.problem import SUPPORTED_HEAD_DIMS
 from tl_backend.testing.problems import CPU_PROBLEMS, gpu_problems, gpu_work, name
 
@@ -31,8 +31,8 @@ WORK, EXTREMES = gpu_work(), extremes("bfloat16")
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """All kernels, side by side, in the disk cache."""
-    assert fill_disk_cache(keys(*everything(GPU), DeviceSpec.of(GPU))) == {}
+    """All kernels, side by side."""
+    assert load_kernels(keys(*everything(GPU), DeviceSpec.of(GPU))) == {}
 
 
 @needs_gpu
@@ -159,7 +159,7 @@ def test_a_miss_is_counted_and_fails_the_run(tmp_path: Path, monkeypatch: pytest
     from tl_backend.testing import poison
 
     monkeypatch.setitem(poison.TOLERANCES, "float32", 1e-12)
-    monkeypatch.setattr("tests.gpu.sweep.fill_disk_cache", lambda *args, **kwargs: {})
+    monkeypatch.setattr("tests.gpu.sweep.load_kernels", lambda *args, **kwargs: {})
     out = tmp_path / "rows.json"
     assert main(["--device", "cpu", "--only", "D48", "--out", str(out)]) == 1
     assert json.loads(out.read_text())["missed"] == 2

@@ -132,14 +132,14 @@ class Backend:
         return batch, model, partial(MASKS[job.mask], window=window), options
 
     def compile_first(self, work: list[Job]) -> dict[str, Any]:
-        """The kernels of all jobs side by side, into TileLang's disk cache. The problems are what builders ask for."""
+        """The kernels of all jobs, side by side. The problems are what builders ask for."""
         from tl_backend import ops
         from tl_backend.device import DeviceSpec
-        from tl_backend.ops.prepare import fill_disk_cache, required_kernels
+        from tl_backend.ops.prepare import load_kernels, required_kernels
 
         file, device, problems, notes = self.file, self.torch.device(f"{self.file.DEVICE_TYPE}:0"), [], []
         distinct = {(job.model, repr(job.arguments | {"layout": ""})): job for job in work}
-        with mock.patch.object(ops, "prepare", lambda problem, *args, **options: problems.append(problem)):
+        with mock.patch.object(ops, "prepare", lambda group, *args, **options: problems.extend(group)):
             for job in distinct.values():
                 try:
                     _, model, _, options = self.arguments(job)
@@ -160,7 +160,7 @@ class Backend:
                     notes.append(f"{job}: {type(error).__name__}: {_first_lines(error)}")
         begin = time.monotonic()
         keys = [key for problem in dict.fromkeys(problems) for key in required_kernels(problem, DeviceSpec.of(device))]
-        errors = fill_disk_cache(keys)
+        errors = load_kernels(keys)
         seconds = round(time.monotonic() - begin, 1)
         return {"kernels": len(set(keys)), "s": seconds, "errors": list(errors.values()), "notes": notes}
 

@@ -61,9 +61,9 @@ def test_a_child_that_closes_its_pipe_is_killed() -> None:
 
 
 def test_a_process_that_cannot_be_started_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("multiprocessing.context.SpawnProcess._Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(EnvironmentProblemError, match=r"got .*unavailable; .*Raise the limit of processes"):
         Child(closes_its_pipe)

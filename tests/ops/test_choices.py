@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, InvalidInputError
 from tl_backend.ops import paged_attention, prepare
 from tl_backend.ops.choices import chooser_for, tables_of
-from tl_backend.ops.compiled import KERNELS, KernelKey
+from tl_backend.ops.compiled import KernelCache, KernelKey
 from tl_backend.ops.prepare import required_kernels
 from tl_backend.telemetry import launches
 from tl_backend.testing.cases import make_problem
@@ -103,15 +103,15 @@ def test_a_row_whose_kernel_does_not_compile_is_skipped_and_a_default_is_not(
 ) -> None:
     """CASES.md C14: a shipped row crashed the model."""
     label, broken = users_table(*ROWS), row.config.values
-    compiled, tile = KERNELS.get, tile_of(broken)
+    tile = tile_of(broken)
 
-    def refuse(key: KernelKey) -> Any:
-        if key.kind == row.regime.kind and tile in (key.config, getattr(key.config, "tile", None)):
-            raise EnvironmentProblemError("no such instruction")
-        return compiled(key)
+    def refuse(keys: Iterable[KernelKey], **_: Any) -> dict[KernelKey, str]:
+        bad = [k for k in keys if k.kind == row.regime.kind and tile in (k.config, getattr(k.config, "tile", None))]
+        return dict.fromkeys(bad, "no such instruction")
 
-    monkeypatch.setattr(KERNELS, "get", refuse)
-    prepare(PROBLEM, torch.device("cpu"))
+    monkeypatch.setitem(prepare.__globals__, "load_kernels", refuse)
+    monkeypatch.setitem(prepare.__globals__, "KERNELS", KernelCache())
+    prepare([PROBLEM], torch.device("cpu"))
     number = ROWS.index(row) + 1
     choices = [chooser_for(PROBLEM, SPEC).choose(one.regime) for one in ROWS]
     assert choices[number - 1].source == f"family default, since {label} row {number} does not compile"
@@ -120,7 +120,7 @@ def test_a_row_whose_kernel_does_not_compile_is_skipped_and_a_default_is_not(
     assert f"{label} row {number}: no such instruction" in launches.events()["skipped_rows"]
     tile = tile_of(default_config(row.regime.kind, PROBLEM, SPEC))
     with pytest.raises(EnvironmentProblemError, match="no such instruction"):
-        prepare(PROBLEM, torch.device("cpu"))
+        prepare([PROBLEM], torch.device("cpu"))
 
 
 def test_misses_are_counted_among_the_events(users_table: Callable[..., str]) -> None:

@@ -30,9 +30,10 @@ def test_threads_that_ask_for_one_kernel_compile_it_once(monkeypatch: pytest.Mon
         calls.append(key)
         # Long enough for the other threads to find no kernel yet; the outcome does not depend on it.
         threading.Event().wait(0.05)
-        return lambda: None
+        return None, None
 
     monkeypatch.setattr(compiled, "_compile", compile_slowly)
+    monkeypatch.setattr(compiled.Launcher, "of", lambda *_, **__: object())
     cache = KernelCache()
 
     def ask(_):

@@ -11,22 +11,12 @@ import torch
 
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError
-from tl_backend.ops import compiled, environment, paged_attention
-from tl_backend.ops.compiled import KernelCache
+from tl_backend.ops import environment, paged_attention
 from tl_backend.ops.environment import environment_problem
 
 CPU = DeviceSpec.of(torch.device("cpu"))
 H200 = DeviceSpec.absent("sm_90")
 MI300 = DeviceSpec.absent("gfx942")
-
-
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has compiled nothing yet."""
-    from tl_backend.ops import plan
-
-    for module in (compiled, plan):
-        monkeypatch.setattr(module, "KERNELS", KernelCache())
 
 
 def attend() -> torch.Tensor:
@@ -45,7 +35,7 @@ def test_nothing_is_missing_here() -> None:
     assert environment_problem(CPU) is None
 
 
-def test_missing_tilelang(monkeypatch: pytest.MonkeyPatch, no_kernels) -> None:
+def test_missing_tilelang(monkeypatch: pytest.MonkeyPatch, fresh_kernels) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "tilelang" else find_spec(name, *a)
@@ -76,7 +66,7 @@ def test_new_enough_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> N
     assert environment_problem(CPU) is None
 
 
-def test_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_kernels) -> None:
+def test_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_kernels) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for variable in ("CXX", "CC"):
         monkeypatch.delenv(variable, raising=False)

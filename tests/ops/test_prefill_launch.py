@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from tl_backend.configs.choice import default_config
 from tl_backend.configs.decode import combine_threads
 from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import EnvironmentProblemError
 from tl_backend.ops import AttentionWorkspace, families, paged_attention, plan_attention, prepare
 from tl_backend.ops.checks import unsupported_reason
 from tl_backend.ops.compiled import KERNELS, KernelKey
@@ -146,13 +145,12 @@ def test_a_row_whose_kernel_does_not_compile_is_dropped(monkeypatch: pytest.Monk
             asked.append((kind, tile, reason))
             return True
 
-    def refuse(key: KernelKey) -> None:
-        if key.kind == "prefill_hopper":
-            raise EnvironmentProblemError("no such instruction")
+    def refuse(keys: Iterable[KernelKey], **_: Any) -> dict[KernelKey, str]:
+        return {key: "no such instruction" for key in keys if key.kind == "prefill_hopper"}
 
-    monkeypatch.setattr(KERNELS, "get", refuse)
+    monkeypatch.setitem(prepare.__globals__, "load_kernels", refuse)
     monkeypatch.setitem(prepare.__globals__, "chooser_for", lambda *_, **__: Chooser())
-    prepare(LLAMA, CPU)
+    prepare([LLAMA], CPU)
     ((kind, tile, reason),) = asked
     assert (kind, reason) == ("prefill", "no such instruction")
     assert isinstance(tile, HopperPrefillConfig)

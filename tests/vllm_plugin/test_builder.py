@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import (
 from tests.vllm_plugin.steps import PAGE, common
 from tl_backend import ops
 from tl_backend.errors import UnsupportedError
-from tl_backend.vllm_plugin import builder as builder_module
+from tl_backend.ops.prepare import Prepared
+from tl_backend.vllm_plugin import kernels
 from tl_backend.vllm_plugin.builder import TileLangMetadataBuilder
 from tl_backend.vllm_plugin.layer import LayerShape, refuse_run
 
@@ -42,11 +43,12 @@ def prepared(monkeypatch):
     """The problems that were prepared, without compiling."""
     seen = []
 
-    def prepare(problem, device, *, batch_invariant, on_progress):
-        seen.append(problem)
-        on_progress(0, 1, "prefill")
-        on_progress(1, 1, "")
-        return ["prefill"]
+    def prepare(problems, device, *, batch_invariant, processes, on_progress):
+        seen.extend(problems)
+        assert processes >= 1
+        on_progress(0, 1, "")
+        on_progress(1, 1, "prefill")
+        return Prepared(1, 0, 0.1)
 
     monkeypatch.setattr(ops, "prepare", prepare)
     return seen
@@ -126,20 +128,23 @@ def test_a_layer_with_another_value_head_size_is_refused(config, layers, prepare
         TileLangMetadataBuilder(spec(), names, config, CPU)
 
 
-def test_everything_is_compiled_at_construction_with_a_progress_line(config, layers, monkeypatch):
+def test_everything_is_compiled_at_construction_with_a_progress_bar(
+    config, layers, monkeypatch, tmp_path, fresh_kernels, capsys
+):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    monkeypatch.setattr(builder_module.logger, "handlers", [handler])
+    monkeypatch.setattr(kernels.logger, "handlers", [handler])
+    monkeypatch.setenv("TL_BACKEND_CACHE_DIR", str(tmp_path))
     builder = TileLangMetadataBuilder(spec(), layers((4, 2, 32)), config, CPU)
-    assert messages[0].startswith("TileLang kernels: 0 of ")
-    assert messages[-1].endswith("ready")
-    compiled = ops.compiled.KERNELS.num_compiled
-    assert compiled >= 4
+    assert messages[0].startswith("TileLang kernels: 5 compiled, 0 from the kernel cache")
+    assert "Compiling TileLang kernels: 100%" in capsys.readouterr().err
+    compiled = fresh_kernels.num_compiled
+    assert compiled == 0  # By processes of their own.
     for query_lens in ([1, 1], [1, 40], [64, 64]):
         builder.build(0, common(query_lens, [64, 64]))
     builder.build(0, common([1], [256]))  # One request with a long context: the split decode.
-    assert ops.compiled.KERNELS.num_compiled == compiled
+    assert fresh_kernels.num_compiled == compiled
 
 
 def test_build_passes_the_step_on(config, layers, prepared):

@@ -26,8 +26,8 @@ from tl_backend.configs.table import Table
 from tl_backend.configs.words import format_problem
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, describe
+from tl_backend.ops.build import build_kernels
 from tl_backend.ops.child import ChildLostError
-from tl_backend.ops.prepare import fill_disk_cache
 from tl_backend.testing.problems import name
 
 SCHEMA = 1
@@ -201,7 +201,7 @@ def _correctness(
             found["left"] = [name(work.problem) for work in plan.work[start:]]
             break
         # What does not compile fails again where it is launched, by name.
-        fill_disk_cache(key for work in works for key in kernels_of(work, device))
+        build_kernels(key for work in works for key in kernels_of(work, device))
         for work in works:
             try:
                 row = worker.ask(Check(work=work))

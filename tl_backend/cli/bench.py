@@ -215,18 +215,18 @@ def _rows(workloads: list[Workload], device: Any, ceiling: Ceilings, decode: boo
 
 
 def _compile(problem: AttentionProblem, spec: DeviceSpec, decode: bool) -> None:
-    """Side by side, into the disk cache. What does not compile is told by the row that needs it."""
+    """Side by side. What does not compile is told by the row that needs it."""
     from rich.progress import Progress
 
     from tl_backend.measure.ceilings import ceiling_kernels
-    from tl_backend.ops.prepare import fill_disk_cache, required_kernels
+    from tl_backend.ops.prepare import load_kernels, required_kernels
 
     phase = "decode" if decode else "prefill"  # Kernels of any family, and their combines.
     keys = [key for key in required_kernels(problem, spec) if key.kind.startswith(phase)]
     keys += ceiling_kernels(spec, problem.dtype)
     with Progress(console=progress(), transient=True) as bar:
         task = bar.add_task("compiling", total=len(keys))
-        fill_disk_cache(keys, on_progress=lambda done, total, kind: bar.update(task, completed=done))
+        load_kernels(keys, on_progress=lambda done, total, kind: bar.update(task, completed=done))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import importlib
+import json
 import os
 import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,19 @@ class ChildLostError(TLBackendError, RuntimeError):
     """A child died or was killed because it did not answer; the message says which."""
 
 
-class Child:
-    """A spawned process that serves one end of a pipe.
+# ``sys.path`` first: it says where this package is.
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tl_backend.ops import child; child.run()"
 
-    Spawned, since a process that has used CUDA cannot fork. It leads a session of its own, so that Ctrl-C reaches the
-    parent alone, which then ends the child and whatever compiler the child has started.
+
+class Child:
+    """A process that serves one end of a pipe.
+
+    A fresh one, since a process that has used CUDA cannot fork; and none of ``multiprocessing``, which starts no
+    process from a daemonic one, such as vLLM's workers, and runs the main program's file again. It leads a session of
+    its own, so that Ctrl-C reaches the parent alone, which then ends the child and whatever compiler it has started.
 
     Args:
-        serve: importable by name.
+        serve: a function at the top of a module.
         log: file that what the child prints is appended to. Default: where the parent's goes.
 
     Raises:
@@ -38,11 +47,15 @@ class Child:
     """
 
     def __init__(self, serve: Serve, *, log: Path | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(serve, theirs, log), daemon=True)
+        self.connection, theirs = Pipe()
+        what = [serve.__module__, serve.__name__, theirs.fileno(), None if log is None else str(log)]
         try:
-            self._process.start()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(what)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         except OSError as error:
             self.connection.close()
             raise EnvironmentProblemError(
@@ -55,10 +68,10 @@ class Child:
             ) from error
         finally:
             theirs.close()
+        self._end = weakref.finalize(self, _end, self._process, self.connection)  # Also where this process exits.
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
         return self._process.pid
 
     def send(self, request: Any) -> None:
@@ -88,19 +101,16 @@ class Child:
 
     def kill(self) -> None:
         """End the child and what it has started, at once."""
-        if self.connection.closed:
-            return  # Its number may be another's by now.
-        # Its session, if it has come so far: a compiler would outlive it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join(KILL_S)
-        self.connection.close()
+        self._end()
 
     def _death(self) -> str:
-        ended = wait([self._process.sentinel], 5)  # Its pipe ended; it may still be on its way out.
+        watch = os.pidfd_open(self.pid)
+        try:
+            ended = wait([watch], 5)  # Its pipe ended; it may still be on its way out.
+        finally:
+            os.close(watch)
         self.kill()  # Before anything asks for its code: until then nobody else can have its number.
-        code = self._process.exitcode
+        code = self._process.returncode
         if not ended or code is None:
             return "closed its pipe and did not end; killed"
         if code >= 0:
@@ -111,12 +121,24 @@ class Child:
             return f"killed by signal {-code}"
 
 
-def _run(serve: Serve, connection: Connection, log: Path | None) -> None:
-    os.setsid()
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    # Its session: a compiler would outlive it.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_S)
+    connection.close()
+
+
+def run() -> None:
+    """What the process of a child does."""
+    module, name, descriptor, log = json.loads(sys.argv[2])
+    connection = Connection(descriptor)
     if log is not None:
-        with log.open("ab") as file:
+        with Path(log).open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     # Without its parent a child has nothing to do.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(connection)
+        getattr(importlib.import_module(module), name)(connection)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tl_backend.errors import EnvironmentProblemError, TLBackendError
+from tl_backend.ops.cache_folder import share_with_tilelang
 from tl_backend.ops.child import Child, ChildLostError, Serve
-from tl_backend.ops.compiled import KERNELS, KernelKey
+from tl_backend.ops.compiled import KernelKey, compile_library
 from tl_backend.ops.launcher import Artifact
 
 # What one process takes at most: TileLang with nvcc's cicc and ptxas beside it.
@@ -41,15 +42,16 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(connection: Connection) -> None:
-    """Compile each key that comes, into TileLang's disk cache: what a process of the pool does."""
+    """Compile each key that comes, for other processes to load: what a process of the pool does."""
     os.nice(NICENESS)
-    with contextlib.suppress(ImportError, OSError):  # Compiling says what is wrong.
+    with contextlib.suppress(ImportError, OSError, TLBackendError):  # Compiling says what is wrong.
+        share_with_tilelang()
         import tilelang  # noqa: F401
     connection.send(None)
     while True:
         key = connection.recv()
         try:
-            connection.send((KERNELS.artifact(key), None))
+            connection.send((compile_library(key), None))
         except TLBackendError as error:
             connection.send((None, str(error)))
 

@@ -5,16 +5,21 @@ TileLang is imported at the first compile, never before: an early import breaks 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, describe
+from tl_backend.ops.cache_folder import share_with_tilelang
 from tl_backend.ops.environment import environment_problem
 from tl_backend.ops.launcher import Artifact, Launcher
+from tl_backend.telemetry import launches
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM formats and shows only loggers below its own.
 
 Kernel = Callable[..., None]
 
@@ -31,6 +36,9 @@ _MODULES = {
 KINDS = tuple(_MODULES)
 # Not part of serving: what a device's ceilings are measured with.
 CEILING_KINDS = ("gemm", "copy")
+# Counts where the kernels of this process come from.
+KERNELS_EVENT, COMPILED, LOADED = "kernels", "compiled at start-up", "from the kernel cache"
+WHILE_SERVING = "compiled while serving"
 
 
 class KernelKey(NamedTuple):
@@ -55,11 +63,20 @@ class KernelCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kernels: dict[KernelKey, Launcher] = {}
+        self._num_compiled = 0
+        self._expects_no_more = False
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kernels
 
     @property
     def num_compiled(self) -> int:
-        """Kernels that this cache has compiled."""
-        return len(self._kernels)
+        """Kernels that were compiled in this process."""
+        return self._num_compiled
+
+    def expect_no_more(self) -> None:
+        """From now on a compilation keeps a request waiting: it is counted, and named in the log."""
+        self._expects_no_more = True
 
     def get(self, key: KernelKey) -> Kernel:
         """The kernel, compiled if this is the first request for it.
@@ -72,13 +89,8 @@ class KernelCache:
             with self._lock:
                 kernel = self._kernels.get(key)
                 if kernel is None:
-                    kernel = self._kernels[key] = _compile(key)
+                    kernel = self._kernels[key] = self._compile(key)
         return kernel
-
-    def artifact(self, key: KernelKey) -> Artifact:
-        """What another process needs to ``load`` the kernel, which is compiled if need be; raises as ``get``."""
-        self.get(key)
-        return self._kernels[key].artifact
 
     def load(self, key: KernelKey, artifact: Artifact) -> None:
         """Take a kernel that another process has compiled: neither traces nor compiles, nor imports TileLang.
@@ -90,8 +102,27 @@ class KernelCache:
             if key not in self._kernels:
                 self._kernels[key] = Launcher.load(artifact)
 
+    def _compile(self, key: KernelKey) -> Launcher:
+        if self._expects_no_more:
+            launches.record_event(KERNELS_EVENT, WHILE_SERVING)
+            logger.warning("compiling %s of %s with %s while requests wait", key.kind, key.problem, key.config)
+        kernel, program = _compile(key)
+        self._num_compiled += 1
+        return Launcher.of(kernel, program, on_gpu=key.device.is_gpu)
+
 
 KERNELS = KernelCache()
+
+
+def compile_library(key: KernelKey) -> Artifact:
+    """Compile a kernel for another process to ``load``: nothing of it is run here, and no device is touched.
+
+    Raises:
+        EnvironmentProblemError: as ``KernelCache.get``.
+    """
+    with _libraries_unloaded():
+        kernel, program = _compile(key)
+    return Launcher.artifact_of(kernel, program, on_gpu=key.device.is_gpu)
 
 
 def build_program(key: KernelKey) -> Any:
@@ -122,12 +153,14 @@ def pass_configs(kind: str) -> dict[Any, Any]:
 COMPILE_FLAGS = {"nvidia": ["-O3", "--use_fast_math", "-DNDEBUG"], "amd": ["-O3"], "cpu": ["-O3"]}
 
 
-def _compile(key: KernelKey) -> Launcher:
+def _compile(key: KernelKey) -> tuple[Any, Any]:
+    """TileLang's kernel and the program it was made of."""
     device = key.device
     if (reason := environment_problem(device)) is not None:
         raise EnvironmentProblemError(reason)
     host = {"target_host": "c"} if device.vendor == "cpu" else {}
     try:
+        share_with_tilelang()
         import tilelang
 
         # Its start and end lines for each kernel would bury vLLM's log; ``prepare`` reports progress.
@@ -159,7 +192,40 @@ def _compile(key: KernelKey) -> Launcher:
                 remedy="Check the compiler named there; else report this, and serve with another attention backend.",
             )
         ) from None  # TileLang's own message holds the kernel's whole source.
-    return Launcher.of(kernel, program, on_gpu=device.is_gpu)
+    return kernel, program
+
+
+class _Unloaded:
+    """Stands for a library where TileLang would load and initialise it, which takes memory of the device."""
+
+    def __init__(self, path: str) -> None:
+        self._name = path
+        self.init = self.get_last_error = self.call = _returns_zero
+
+
+def _returns_zero(*_: object) -> int:
+    return 0
+
+
+@contextlib.contextmanager
+def _libraries_unloaded() -> Iterator[None]:
+    try:
+        share_with_tilelang()
+        from tilelang.jit.adapter.libgen import LibraryGenerator
+    except (ImportError, OSError):  # Compiling says what is wrong.
+        yield
+        return
+    load = LibraryGenerator.load_lib
+
+    def leave(generator: Any, lib_path: str | None = None) -> _Unloaded:
+        generator.libpath = lib_path or generator.libpath
+        return _Unloaded(generator.libpath)
+
+    LibraryGenerator.load_lib = leave
+    try:
+        yield
+    finally:
+        LibraryGenerator.load_lib = load
 
 
 def _summary(error: Exception) -> str:

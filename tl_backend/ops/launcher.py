@@ -61,9 +61,13 @@ class Launcher:
     @classmethod
     def of(cls, kernel: Any, program: Any, *, on_gpu: bool) -> Launcher:
         """Of a kernel from ``tilelang.compile`` with the "cython" execution backend, and its prim_func."""
-        library = kernel.adapter.lib
+        return cls(kernel.adapter.lib, cls.artifact_of(kernel, program, on_gpu=on_gpu), keep=kernel)
+
+    @staticmethod
+    def artifact_of(kernel: Any, program: Any, *, on_gpu: bool) -> Artifact:
+        """The artifact of such a kernel."""
         types = tuple(str(parameter.dtype) for parameter in program.params)
-        return cls(library, Artifact(library._name, types, on_gpu), keep=kernel)
+        return Artifact(kernel.adapter.lib._name, types, on_gpu)
 
     @classmethod
     def load(cls, artifact: Artifact) -> Launcher:

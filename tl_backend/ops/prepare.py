@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import cast
+import time
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import torch
 
@@ -11,16 +12,15 @@ from tl_backend.configs.choice import Chooser, PrefillConfig
 from tl_backend.configs.decode import DecodeChoice, DecodeConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError
+from tl_backend.ops.build import Progress, build_kernels
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.checks import check_supported
 from tl_backend.ops.choices import chooser_for
-from tl_backend.ops.compile_pool import TIMEOUT_S, CompilePool
-from tl_backend.ops.compiled import KERNELS, KernelKey
+from tl_backend.ops.compiled import COMPILED, KERNELS, KERNELS_EVENT, LOADED, KernelKey
 from tl_backend.ops.decode import decode_keys
 from tl_backend.ops.prefill import HOPPER, PORTABLE, prefill_keys
 from tl_backend.problem import AttentionProblem
-
-Progress = Callable[[int, int, str], None]
+from tl_backend.telemetry import launches
 
 
 def required_kernels(
@@ -53,42 +53,59 @@ def required_kernels(
     return list(dict.fromkeys(keys))  # Tiles share their combine.
 
 
+class Prepared(NamedTuple):
+    """What ``prepare`` did. Attributes: compiled, loaded: kernels, by where they come from; seconds: taken."""
+
+    compiled: int
+    loaded: int
+    seconds: float
+
+
 def prepare(
-    problem: AttentionProblem,
+    problems: Iterable[AttentionProblem],
     device: torch.device,
     *,
     batch_invariant: bool = False,
+    processes: int | None = None,
     on_progress: Progress | None = None,
-) -> list[str]:
-    """Compile the required kernels of a problem in this process, one after another.
+) -> Prepared:
+    """Have every kernel that plans of these problems can ask for, from the kernel store or compiled into it.
 
     Where a table's row asks for a kernel that does not compile, the chooser drops the row. A default has to compile.
+    What is compiled in this process afterwards is counted as a surprise.
 
     Args:
         batch_invariant: as for ``required_kernels``.
-        on_progress: called with (done, total, kind) before each kernel, and at the end with (total, total, "").
-
-    Returns:
-        The kinds of the kernels.
+        processes, on_progress: as for ``build_kernels``.
 
     Raises:
-        UnsupportedError: the device does not serve the problem.
-        EnvironmentProblemError: TileLang or a compiler is missing, or compilation failed.
+        UnsupportedError: the device does not serve a problem.
+        EnvironmentProblemError: TileLang or a compiler is missing, the kernel cache cannot be written, or compilation
+            failed.
     """
+    begun = time.monotonic()
     spec = DeviceSpec.of(device)
-    chooser = chooser_for(problem, spec, batch_invariant=batch_invariant)
-    keys = required_kernels(problem, spec, batch_invariant=batch_invariant, chooser=chooser)
-    for done, key in enumerate(keys):
+    needed: dict[KernelKey, list[Chooser]] = {}
+    for problem in problems:
+        chooser = chooser_for(problem, spec, batch_invariant=batch_invariant)
+        for key in required_kernels(problem, spec, batch_invariant=batch_invariant, chooser=chooser):
+            needed.setdefault(key, []).append(chooser)
+    compiled = 0
+
+    def progress(done: int, total: int, kind: str) -> None:
+        nonlocal compiled
+        compiled = done
         if on_progress is not None:
-            on_progress(done, len(keys), key.kind)
-        try:
-            KERNELS.get(key)
-        except EnvironmentProblemError as error:
-            if not _drop(chooser, key, str(error)):
-                raise
-    if on_progress is not None:
-        on_progress(len(keys), len(keys), "")
-    return [key.kind for key in keys]
+            on_progress(done, total, kind)
+
+    missing = [key for key in needed if key not in KERNELS]
+    for key, error in load_kernels(missing, processes=processes, on_progress=progress).items():
+        if not all(_drop(chooser, key, error) for chooser in needed[key]):
+            raise EnvironmentProblemError(error)
+    for number in range(len(missing)):
+        launches.record_event(KERNELS_EVENT, COMPILED if number < compiled else LOADED)
+    KERNELS.expect_no_more()
+    return Prepared(compiled, len(missing) - compiled, time.monotonic() - begun)
 
 
 def _drop(chooser: Chooser, key: KernelKey, reason: str) -> bool:
@@ -98,33 +115,27 @@ def _drop(chooser: Chooser, key: KernelKey, reason: str) -> bool:
     return key.kind in (PORTABLE, HOPPER) and chooser.drop("prefill", key.config, reason)
 
 
-def fill_disk_cache(
-    keys: Iterable[KernelKey],
-    *,
-    processes: int | None = None,
-    timeout_s: float = TIMEOUT_S,
-    on_progress: Progress | None = None,
+def load_kernels(
+    keys: Iterable[KernelKey], *, processes: int | None = None, on_progress: Progress | None = None
 ) -> dict[KernelKey, str]:
-    """Compile kernels side by side in processes of their own, into TileLang's disk cache (``TILELANG_CACHE_DIR``).
-
-    This process compiles nothing: a later ``KERNELS.get`` loads from disk. TileLang's compiler is not safe in threads.
+    """Load kernels into this process, compiled side by side where the store lacks them.
 
     Args:
-        processes: default: one a core, as far as there is memory.
-        timeout_s: a kernel that takes longer is given up.
-        on_progress: called with (done, total, kind) after each kernel.
+        processes, on_progress: as for ``build_kernels``.
 
     Returns:
         The error of each kernel that did not compile, one that killed its process among them.
+
+    Raises:
+        EnvironmentProblemError: as ``build_kernels``.
     """
-    keys = list(dict.fromkeys(keys))
     errors = {}
-    with CompilePool(processes=processes, timeout_s=timeout_s) as pool:
-        pool.add(keys)
-        for done in range(1, len(keys) + 1):
-            outcome = pool.results.get()
-            if outcome.error is not None:
-                errors[outcome.key] = outcome.error
-            if on_progress is not None:
-                on_progress(done, len(keys), outcome.key.kind)
+    for key, built in build_kernels(keys, processes=processes, on_progress=on_progress).items():
+        if isinstance(built, str):
+            errors[key] = built
+            continue
+        try:
+            KERNELS.load(key, built)
+        except EnvironmentProblemError as error:
+            errors[key] = str(error)
     return errors

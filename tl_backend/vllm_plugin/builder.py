@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tl_backend import ops
 from tl_backend.problem import AttentionProblem
+from tl_backend.vllm_plugin.kernels import prepare_kernels
 from tl_backend.vllm_plugin.layer import LayerShape, dtype_name, kv_dtype_name, problem_of, refuse, refuse_run
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ class TileLangMetadataBuilder(AttentionMetadataBuilder[TileLangMetadata]):
         scheduler = vllm_config.scheduler_config
         graph_tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._problems = _problems_of_layers(kv_cache_spec, layer_names, vllm_config)
-        for problem in self._problems.values():
-            ops.prepare(problem, device, batch_invariant=envs.VLLM_BATCH_INVARIANT, on_progress=_log_progress)
+        prepare_kernels(self._problems.values(), device, vllm_config)
         self._workspaces = {
             shape: ops.AttentionWorkspace(
                 problem,
@@ -174,7 +174,3 @@ def _refuse_spec(spec: AttentionSpec) -> None:
     for feature in ("attention_chunk_size", "non_causal"):
         if value := getattr(spec, feature, None):
             refuse(f"KV-cache spec's {feature}", value, "no kernel has it yet")
-
-
-def _log_progress(done: int, total: int, name: str) -> None:
-    logger.info("TileLang kernels: %d of %d ready%s", done, total, f", compiling {name}" if name else "")
