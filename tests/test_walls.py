@@ -15,7 +15,7 @@ PACKAGE = "tl_backend"
 ROOT = Path(__file__).parents[1] / PACKAGE
 HEAVY = {"torch", "tilelang", "tvm", "tvm_ffi", "vllm", "triton", "transformers"}
 
-BASE = {"errors", "settings", "device", "problem", "_version"}
+BASE = {"errors", "settings", "device", "problem", "cache_folder", "_version"}
 # Part -> the parts that it may import, at any depth of a function.
 WALLS = {
     "__init__": {"_version"},
@@ -24,6 +24,7 @@ WALLS = {
     "settings": {"errors"},
     "problem": {"errors"},
     "device": {"errors"},
+    "cache_folder": {"errors", "settings"},
     "telemetry": {"errors", "settings"},
     "configs": {"errors", "problem", "device"},
     "kernels": {"errors", "problem", "device", "configs"},
@@ -35,7 +36,7 @@ WALLS = {
     "cli": BASE | {"telemetry", "configs", "ops", "measure", "tuner", "testing", "vllm_plugin"},
 }
 # Parts whose files must import where none of HEAVY is installed, and the one function that may ask torch.
-LIGHT = {"__init__", "_version", "errors", "settings", "problem", "device", "telemetry", "configs"}
+LIGHT = {"__init__", "_version", "errors", "settings", "problem", "device", "cache_folder", "telemetry", "configs"}
 ASKS_TORCH = {("device", "_of")}
 # Who imports vLLM, and who TileLang. One file runs vLLM's command line and has to import it.
 KNOWS_VLLM = {"vllm_plugin"}

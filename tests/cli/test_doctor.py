@@ -136,10 +136,20 @@ def test_no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("TL_BACKEND_CACHE_DIR", str(tmp_path / "file" / "cache"))
     code, rows = report()
     assert (code, states(rows["kernel cache"])) == (1, ["problem"])
-    assert "TILELANG_CACHE_DIR" in rows["kernel cache"][0]["remedy"]
+    assert "TL_BACKEND_CACHE_DIR" in rows["kernel cache"][0]["remedy"]
+
+
+def test_a_cache_of_tilelangs_that_lies_elsewhere_has_a_row_of_its_own(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TL_BACKEND_CACHE_DIR", str(tmp_path / "cache"))
+    assert "TileLang's cache" not in report()[1]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    code, rows = report()
+    assert (code, states(rows["kernel cache"]), states(rows["TileLang's cache"])) == (1, ["ok"], ["problem"])
+    assert "TILELANG_CACHE_DIR" in rows["TileLang's cache"][0]["remedy"]
 
 
 def test_a_home_that_is_not_there_matters_less_where_a_variable_names_the_cache(monkeypatch, tmp_path: Path) -> None:
@@ -147,8 +157,9 @@ def test_a_home_that_is_not_there_matters_less_where_a_variable_names_the_cache(
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     code, rows = report()
-    assert (code, states(rows["HOME"]), states(rows["kernel cache"])) == (1, ["warning"], ["problem"])
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    assert (code, states(rows["HOME"]), states(rows["kernel cache"])) == (0, ["warning"], ["warning"])
+    assert "it may be cleared" in rows["kernel cache"][0]["value"]
+    monkeypatch.setenv("TL_BACKEND_CACHE_DIR", str(tmp_path / "cache"))
     code, rows = report()
     assert (code, states(rows["HOME"]), states(rows["kernel cache"])) == (0, ["warning"], ["ok"])
     monkeypatch.delenv("HOME")

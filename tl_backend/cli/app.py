@@ -14,6 +14,7 @@ from tl_backend import __version__
 from tl_backend.cli.bench import bench
 from tl_backend.cli.doctor import doctor
 from tl_backend.cli.inspect import inspect
+from tl_backend.cli.prebuild import prebuild
 from tl_backend.cli.table import table_app
 from tl_backend.cli.tune import tune
 from tl_backend.errors import TLBackendError
@@ -58,7 +59,7 @@ def _program(
     """TileLang attention kernels for vLLM: check an environment, look at code, tune and measure."""
 
 
-for _command in (doctor, tune, bench, inspect):
+for _command in (doctor, tune, bench, inspect, prebuild):
     app.command()(_command)
 app.add_typer(table_app, name="table")
 

@@ -17,13 +17,14 @@ from tl_backend.cli.doctor_rows import Finding, ok, problem, warning
 from tl_backend.configs.identity import device_identity
 from tl_backend.configs.lookup import Tables
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import TLBackendError
+from tl_backend.errors import EnvironmentProblemError, TLBackendError
 from tl_backend.settings import Settings
 from tl_backend.vllm_plugin.versions import vllm_refusal
 
 # A kernel takes about 1 MiB on disk, a table of models some hundred kernels, and nvcc tens of MiB of temporary files.
 LITTLE_SPACE, NO_SPACE = 1 << 30, 100 << 20
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+KERNELS = "kernel cache"
 MAX_FILES = 100_000  # Of a cache whose size is asked: a network's folder answers slowly.
 
 
@@ -84,17 +85,20 @@ def check_table(device: DeviceSpec) -> Iterator[Finding]:
 
 
 def check_cache() -> Iterator[Finding]:
-    """TileLang's cache of compiled kernels."""
-    folder = cache_folder()
-    if folder is None:
-        yield problem(
-            "kernel cache", "this user has no home", "Set TILELANG_CACHE_DIR to a folder that can be written."
-        )
-    elif (reason := _unwritable(folder)) is not None:
-        remedy = "Set TILELANG_CACHE_DIR to a folder that can be written."
-        yield problem("kernel cache", f"{folder}: {reason}", remedy)
-    else:
-        yield ok("kernel cache", f"{folder}, {_size(folder)}")
+    """The cache of compiled kernels, and TileLang's own where that lies elsewhere."""
+    folders = _caches()
+    if not folders:
+        remedy = "Set TL_BACKEND_CACHE_DIR to a folder of your own."
+        yield problem("kernel cache", "no home can be written, and the folder for that case is not this user's", remedy)
+    settings = Settings.from_env()
+    for (name, variable), folder in folders.items():
+        if (reason := _unwritable(folder)) is not None:
+            yield problem(name, f"{folder}: {reason}", f"Set {variable} to a folder that can be written.")
+        elif name == KERNELS and folder != settings.cache_dir:
+            remedy = f"Set {variable} to a folder that stays."
+            yield warning(name, f"{folder}, {_size(folder)}: no home can be written, and it may be cleared", remedy)
+        else:
+            yield ok(name, f"{folder}, {_size(folder)}")
 
 
 def check_compiler(device: DeviceSpec) -> Iterator[Finding]:
@@ -119,7 +123,7 @@ def check_compiler(device: DeviceSpec) -> Iterator[Finding]:
 def check_home() -> Iterator[Finding]:
     """The home, where caches and tables lie unless variables say otherwise."""
     home = os.environ.get("HOME")
-    remedy = "Set HOME to a folder that can be written; or TILELANG_CACHE_DIR, TL_BACKEND_TABLE_DIR, VLLM_CACHE_ROOT."
+    remedy = "Set HOME to a folder that can be written; or TL_BACKEND_CACHE_DIR, TL_BACKEND_TABLE_DIR, VLLM_CACHE_ROOT."
     if not home:
         yield warning("HOME", "not set", remedy)
     elif (reason := _unwritable(Path(home))) is not None:
@@ -130,12 +134,8 @@ def check_home() -> Iterator[Finding]:
 
 def check_space() -> Iterator[Finding]:
     """Free space where kernels are compiled and kept."""
-    for name, folder in (
-        ("space, kernel cache", cache_folder()),
-        ("space, temporary files", Path(tempfile.gettempdir())),
-    ):
-        if folder is None:
-            continue
+    folders = {f"space, {name}": folder for (name, _), folder in _caches().items()}
+    for name, folder in (folders | {"space, temporary files": Path(tempfile.gettempdir())}).items():
         free = shutil.disk_usage(_existing(folder)).free
         value, remedy = f"{free / 2**30:.1f} GiB free", "Make room: kernels are compiled and kept there."
         yield (
@@ -173,10 +173,18 @@ def check_outcome(device: DeviceSpec) -> Iterator[Finding]:
         yield problem("outcome", f"vllm serve --attention-backend tilelang is refused: {reason}", "See the rows above.")
 
 
-def cache_folder() -> Path | None:
-    """Where TileLang keeps compiled kernels; None where there is no home."""
-    folder = os.path.expanduser(os.environ.get("TILELANG_CACHE_DIR") or "~/.tilelang/cache")  # noqa: PTH111
-    return None if folder.startswith("~") else Path(folder)
+def _caches() -> dict[tuple[str, str], Path]:
+    """Folders of compiled kernels by name and the variable that says where; none where there is no such folder."""
+    from tl_backend.cache_folder import TILELANG_VARIABLE, cache_folder, tilelang_folder
+
+    try:
+        folder, tilelangs = cache_folder(), tilelang_folder()
+    except EnvironmentProblemError:
+        return {}
+    found = {(KERNELS, "TL_BACKEND_CACHE_DIR"): folder}
+    if not tilelangs.is_relative_to(folder):
+        found["TileLang's cache", TILELANG_VARIABLE] = tilelangs
+    return found
 
 
 def _unwritable(folder: Path) -> str | None:

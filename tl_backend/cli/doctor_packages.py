@@ -59,6 +59,7 @@ def check_vllm() -> Iterator[Finding]:
 
 def check_tilelang(device: DeviceSpec) -> Iterator[Finding]:
     """TileLang: its version, and whether it imports, in a process of its own: an import here would break AITER."""
+    from tl_backend.cache_folder import TILELANG_VARIABLE, tilelang_folder
     from tl_backend.ops.environment import tilelang_problem
 
     if (reason := tilelang_problem(device)) is not None:
@@ -67,6 +68,7 @@ def check_tilelang(device: DeviceSpec) -> Iterator[Finding]:
     try:
         answer = subprocess.run(
             [sys.executable, "-c", "import tilelang"],
+            env={**os.environ, TILELANG_VARIABLE: str(tilelang_folder())},
             capture_output=True,
             text=True,
             timeout=IMPORT_TIMEOUT_S,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,16 +9,21 @@ import typer
 
 from tl_backend.cli.options import ArchOption, MultiprocessorsOption, check_runs_here, device_of
 from tl_backend.cli.output import JsonOption, print_json, progress
+from tl_backend.cli.problems import (
+    EveryOption,
+    ModelOption,
+    PageSizeOption,
+    ProblemsOption,
+    TPOption,
+    chosen_problems,
+)
 from tl_backend.configs.choice import KINDS
-from tl_backend.configs.models import problem_from_hf_config, shipped_now
-from tl_backend.configs.words import GRAMMAR, parse_problem
 from tl_backend.errors import InvalidInputError, describe
 from tl_backend.settings import Settings
 
 if TYPE_CHECKING:
     from tl_backend.configs.table import Table
     from tl_backend.device import DeviceSpec
-    from tl_backend.problem import AttentionProblem
     from tl_backend.tuner.store import Store
     from tl_backend.tuner.tune import Result
 
@@ -28,16 +32,11 @@ NOTHING_FOUND = 1
 
 
 def tune(
-    problem: Annotated[
-        list[str] | None,
-        typer.Option("--problem", metavar="SPEC", help=f"{GRAMMAR}; causal unless full. Can be given several times."),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="FILE", help="A model's config.json: its layers' problems.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="The problems of the shipped tables.")] = False,
-    tp_size: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Ranks that share the model's heads.")] = 1,
-    page_size: Annotated[int, typer.Option("--page-size", min=16, metavar="N", help="Of --model's KV cache.")] = 16,
+    problem: ProblemsOption = None,
+    model: ModelOption = None,
+    every: EveryOption = False,
+    tp_size: TPOption = 1,
+    page_size: PageSizeOption = 16,
     kind: Annotated[
         str | None, typer.Option("--kind", metavar="KIND", help="prefill or decode. Default: both.")
     ] = None,
@@ -81,10 +80,10 @@ def tune(
       tl-backend tune --model /path/to/config.json --tp 2 --promote
       tl-backend tune --all --dry-run --arch h100
     """  # noqa: D301 click wants the character.
-    problems = _problems(problem or [], model, every, tp_size, page_size)
     kinds = _kinds(kind)
     _check_options(dry_run=dry_run, generate=generate, explained=explained, arch=arch, promote=promote, out=out)
     device = device_of(arch, multiprocessors)
+    problems = chosen_problems(problem, model, every, tp_size, page_size, device)
     for one in problems:
         check_runs_here(one, device)
     if dry_run:
@@ -114,38 +113,6 @@ def tune(
         show(result, written)
     if result.problems and all(tuned.outcome.failed for tuned in result.problems):
         raise typer.Exit(NOTHING_FOUND)
-
-
-def _problems(
-    specs: list[str], model: Path | None, every: bool, tp_size: int, page_size: int
-) -> list[AttentionProblem]:
-    given = [bool(specs), model is not None, every]
-    if sum(given) != 1:
-        raise InvalidInputError(
-            describe(
-                "what to tune",
-                value=f"{sum(given)} of --problem, --model and --all",
-                limit="one of them is needed",
-                remedy="Pass --problem 32/8,D128,page16,bfloat16, for example.",
-            )
-        )
-    if every:
-        return list(shipped_now().values())
-    if model is None:
-        return [parse_problem(spec) for spec in specs]
-    try:
-        config = json_format.loads(model.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInputError(
-            describe("--model", value=error, limit="a model's config.json is needed", remedy="Pass its path.")
-        ) from None
-    if not isinstance(config, dict):
-        raise InvalidInputError(
-            describe(
-                "--model", value=f"a JSON {type(config).__name__}", limit="an object", remedy="Pass a config.json."
-            )
-        )
-    return problem_from_hf_config(config, tp_size=tp_size, page_size=page_size)
 
 
 def _kinds(kind: str | None) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tl_backend.cache_folder import cache_folder
 from tl_backend.errors import EnvironmentProblemError
-from tl_backend.ops.cache_folder import cache_folder
 from tl_backend.ops.compile_pool import TIMEOUT_S, Compiled, CompilePool
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.environment import environment_problem

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NamedTuple
 
+from tl_backend.cache_folder import share_with_tilelang
 from tl_backend.errors import EnvironmentProblemError, TLBackendError
-from tl_backend.ops.cache_folder import share_with_tilelang
 from tl_backend.ops.child import Child, ChildLostError, Serve
 from tl_backend.ops.compiled import KernelKey, compile_library
 from tl_backend.ops.launcher import Artifact

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tl_backend.cache_folder import share_with_tilelang
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, describe
-from tl_backend.ops.cache_folder import share_with_tilelang
 from tl_backend.ops.environment import environment_problem
 from tl_backend.ops.launcher import Artifact, Launcher
 from tl_backend.telemetry import launches

@@ -34,10 +34,16 @@ def cache_folder() -> Path:
     return _temporary_folder(home)
 
 
+def tilelang_folder() -> Path:
+    """Where TileLang's own cache is: ``TILELANG_CACHE_DIR``, or in ``cache_folder()``; raises as that."""
+    named = os.environ.get(TILELANG_VARIABLE)
+    return Path(named).expanduser() if named else cache_folder() / "tilelang"
+
+
 def share_with_tilelang() -> None:
-    """Have TileLang, if it is not here already, keep its cache in this folder: ``TILELANG_CACHE_DIR`` wins."""
+    """Have TileLang keep its cache there, if it is not in this process already."""
     if "tilelang" not in sys.modules and not os.environ.get(TILELANG_VARIABLE):
-        os.environ[TILELANG_VARIABLE] = str(cache_folder() / "tilelang")
+        os.environ[TILELANG_VARIABLE] = str(tilelang_folder())
 
 
 @functools.cache

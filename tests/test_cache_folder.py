@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tl_backend import cache_folder as module
+from tl_backend.cache_folder import TILELANG_VARIABLE, cache_folder, share_with_tilelang
 from tl_backend.errors import EnvironmentProblemError
-from tl_backend.ops import cache_folder as module
-from tl_backend.ops.cache_folder import TILELANG_VARIABLE, cache_folder, share_with_tilelang
 
 VARIABLE = "TL_BACKEND_CACHE_DIR"
 
