@@ -170,11 +170,12 @@ def launch(name: str, page: int, variants: str) -> None:
 
 
 def compile_rows(names: Sequence[str], pages: Sequence[int], variants: str) -> None:
-    """Into the disk cache, so that no compiler runs under ncu."""
+    """Into the kernel cache, so that no compiler runs under ncu."""
     import torch
 
     from tl_backend.device import DeviceSpec
-    from tl_backend.ops.prepare import fill_disk_cache, required_kernels
+    from tl_backend.ops.build import build_kernels
+    from tl_backend.ops.prepare import required_kernels
 
     spec = DeviceSpec.of(torch.device("cuda"))
     overrides = next(iter(parse_variants(variants).values()), None)
@@ -183,8 +184,9 @@ def compile_rows(names: Sequence[str], pages: Sequence[int], variants: str) -> N
         for problem in {case.workload(page).problem for page in pages} if case.name in names else ():
             chooser = None if overrides is None else variant_chooser(problem, spec, overrides)
             keys += [k for k in required_kernels(problem, spec, chooser=chooser) if k.kind.startswith("prefill")]
-    for key, error in fill_disk_cache(keys).items():
-        print(f"{key.problem}: {error}")
+    for key, built in build_kernels(keys).items():
+        if isinstance(built, str):
+            print(f"{key.problem}: {built}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

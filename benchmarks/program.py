@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 
 from tl_backend.device import DeviceSpec
-from tl_backend.errors import EnvironmentProblemError
 from tl_backend.measure.ceilings import ceiling_kernels, ceilings
 from tl_backend.measure.results import document, write_results
 from tl_backend.measure.rows import TILELANG, Kernel, Row, measure_row
 from tl_backend.measure.workload import Workload
-from tl_backend.ops.compile_pool import CompilePool
-from tl_backend.ops.compiled import KERNELS, KINDS, KernelKey
-from tl_backend.ops.prepare import fill_disk_cache, required_kernels
+from tl_backend.ops.compiled import KINDS, KernelKey
+from tl_backend.ops.prepare import load_kernels, required_kernels
 from tl_backend.problem import AttentionProblem
 
 DEVICE = torch.device("cuda")
@@ -25,41 +23,29 @@ DEVICE = torch.device("cuda")
 def compile_all(
     problems: Iterable[AttentionProblem], kinds: tuple[str, ...] = KINDS, *, others: Iterable[KernelKey] = ()
 ) -> None:
-    """Compile the kernels of these kinds for all problems side by side, and others, into the disk cache.
+    """Compile the kernels of these kinds for all problems side by side, and others, and load them.
 
     Raises:
         SystemExit: one does not compile, and is not among the others.
     """
     spec = DeviceSpec.of(DEVICE)
     keys = [key for p in dict.fromkeys(problems) for key in required_kernels(p, spec) if key.kind in kinds]
-
-    def show(done: int, total: int, kind: str) -> None:
-        print(f"\rcompiled {done} of {total} kernels, last a {kind} ", end="", flush=True)
-
-    errors = fill_disk_cache([*keys, *others], on_progress=show)
-    print()
+    errors = load_all([*keys, *others])
     if fatal := [message for key, message in errors.items() if key in keys]:
         raise SystemExit("\n".join(fatal))
 
 
 def load_all(keys: Iterable[KernelKey]) -> dict[KernelKey, str]:
-    """Compile kernels side by side, and load each here as it comes: none is traced a second time.
+    """Compile kernels side by side where they are not in the kernel cache, and load them here.
 
     Returns:
         The error of each kernel that did not compile.
     """
-    keys, errors = list(dict.fromkeys(keys)), {}
-    with CompilePool() as pool:
-        pool.add(keys)
-        for done in range(1, len(keys) + 1):
-            outcome = pool.results.get()
-            try:
-                if outcome.artifact is None:
-                    raise EnvironmentProblemError(outcome.error or "it did not compile")
-                KERNELS.load(outcome.key, outcome.artifact)
-            except EnvironmentProblemError as error:
-                errors[outcome.key] = str(error)
-            print(f"\rcompiled {done} of {len(keys)} kernels, last a {outcome.key.kind} ", end="", flush=True)
+
+    def show(done: int, total: int, kind: str) -> None:
+        print(f"\rcompiled {done} of {total} kernels, last a {kind} ", end="", flush=True)
+
+    errors = load_kernels(keys, on_progress=show)
     print()
     return errors
 

@@ -26,8 +26,8 @@ from tests.gpu.random_cases import Drawn
 from tests.gpu.random_check import Outcome, drawn_of, keys_of, serve
 from tests.gpu.sweep import machine
 from tl_backend.device import DeviceSpec
+from tl_backend.ops.build import build_kernels
 from tl_backend.ops.child import Child, ChildLostError, Serve
-from tl_backend.ops.compile_pool import CompilePool
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.launcher import Artifact
 from tl_backend.testing.problems import name
@@ -126,19 +126,16 @@ def run(
 
 def compile_all(keys: list[KernelKey], processes: int | None) -> tuple[dict[KernelKey, Artifact], dict[KernelKey, str]]:
     """The library of each kernel, or why there is none."""
-    found, failed = {}, {}
-    with CompilePool(processes=processes) as pool:
-        pool.add(keys)
-        for done in range(1, len(keys) + 1):
-            compiled = pool.results.get()
-            if compiled.artifact is None:
-                failed[compiled.key] = compiled.error or "no reason given"
-                print(f"MISS {compiled.key.kind} of {name(compiled.key.problem)}: {compiled.error}")
-            else:
-                found[compiled.key] = compiled.artifact
-            if done % 20 == 0 or done == len(keys):
-                print(f"compiled {done} of {len(keys)}", flush=True)
-    return found, failed
+
+    def show(done: int, total: int, kind: str) -> None:
+        if done and (done % 20 == 0 or done == total):
+            print(f"compiled {done} of {total}, last a {kind}", flush=True)
+
+    built = build_kernels(keys, processes=processes, on_progress=show)
+    failed = {key: error for key, error in built.items() if isinstance(error, str)}
+    for key, error in failed.items():
+        print(f"MISS {key.kind} of {name(key.problem)}: {error}")
+    return {key: artifact for key, artifact in built.items() if isinstance(artifact, Artifact)}, failed
 
 
 def commit() -> str:

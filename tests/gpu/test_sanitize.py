@@ -41,7 +41,7 @@ RACES = """========= Error: Race reported between Write access at prefill_kernel
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Writes a sanitizer that prints a tool's log and exits as told; the others print a clean one."""
-    monkeypatch.setattr(sanitize, "fill_disk_cache", lambda *args, **kwargs: {})
+    monkeypatch.setattr(sanitize, "load_kernels", lambda *args, **kwargs: {})
     monkeypatch.setattr(sanitize, "launches", lambda device, only="": launches(CPU, "^gather16, (prefill|decode)"))
 
     def write(says: dict[str, tuple[str, int]]) -> str:

@@ -68,7 +68,7 @@ def test_a_digest_changes_with_all_that_the_code_depends_on_and_not_with_the_dev
         KEY._replace(device=DeviceSpec.absent("sm_90", multiprocessors=114)),
     ]
     found = [digest(key) for key in changed]
-    for name, value in (("_version", "9.9"), ("_source_hash", "other")):
+    for name, value in (("_version", "9.9"), ("source_hash", "other")):
         monkeypatch.setattr(kernel_store, name, lambda *_, value=value: value)
         found.append(digest(KEY))
     assert len(set(found)) == len(found)

@@ -184,7 +184,7 @@ def digest(key: KernelKey) -> str:
         "device": device,
         "machine": platform.machine(),
         "packages": [_version(package) for package in PACKAGES],
-        "sources": _source_hash(),
+        "sources": source_hash(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -213,7 +213,8 @@ def _version(package: str) -> str:
 
 
 @functools.cache
-def _source_hash() -> str:
+def source_hash() -> str:
+    """Of all files that kernels are made of."""
     root = Path(str(importlib.resources.files("tl_backend")))
     found = hashlib.sha256()
     for source in SOURCES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from tl_backend.measure.results import environment
 from tl_backend.ops.checks import check_supported
 from tl_backend.ops.child import Serve
 from tl_backend.ops.compile_pool import TIMEOUT_S, CompilePool
+from tl_backend.ops.kernel_store import source_hash
 from tl_backend.problem import AttentionProblem
 from tl_backend.tuner.anchors import FINALISTS, anchor_class, distinct, kinds_of, shares, transferred
 from tl_backend.tuner.device_process import WATCHDOG_S, DeviceProcess
@@ -266,13 +266,5 @@ class _Session:
             "problem": dataclasses.asdict(problem),
             "device": dataclasses.asdict(device_identity(self._device)),
             "toolchain": {name: self._environment[name] for name in ("tilelang", "torch", "cuda", "hip")},
-            "kernels": _digest_of_kernels(),
+            "kernels": source_hash()[:16],  # What was measured of other kernels means nothing.
         }
-
-
-def _digest_of_kernels() -> str:
-    """Of the kernels' source: what was measured of other kernels means nothing."""
-    digest = hashlib.sha256()
-    for path in sorted((Path(__file__).parents[1] / "kernels").glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]  # A dependency of vLLM.
+from tqdm import tqdm  # A dependency of vLLM.
 from vllm import envs
 from vllm.distributed.parallel_state import is_global_first_rank
 
