@@ -14,6 +14,7 @@ from tl_backend.configs.prefill_hopper import HEAD_DIMS
 from tl_backend.configs.space import space
 from tl_backend.device import DeviceSpec
 from tl_backend.ops import decode, prefill
+from tl_backend.ops.decode import Tails
 from tl_backend.ops.work_list import tiling, work_list
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import make_problem
@@ -49,37 +50,38 @@ def test_a_sample_is_cut_into_pieces_by_every_candidate_of_hoppers(head_dim: int
         assert any(len(work.split) for work in works), config
 
 
-def off_by(factor: float) -> Callable[..., None]:
-    """The launch with a softmax scale that is off."""
-    launch = prefill.launch_prefill
+def off_by(factor: float) -> Callable[..., Tails]:
+    """What launches pass, with a softmax scale that is off."""
+    tails = prefill.prefill_tails
 
-    def launch_wrongly(*arguments: object) -> None:
-        launch(*[value * factor if isinstance(value, float) else value for value in arguments])
+    def wrong_tails(*arguments: object) -> Tails:
+        return tails(*[value * factor if isinstance(value, float) else value for value in arguments])
 
-    return launch_wrongly
+    return wrong_tails
 
 
 def test_a_small_error_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, chooser = Gate("prefill", PLAIN, CPU), FixedChooser(PLAIN, DeviceSpec.of(CPU))
-    monkeypatch.setattr("tl_backend.ops.attention.launch_prefill", off_by(1.0001))
+    monkeypatch.setattr("tl_backend.ops.layer.prefill_tails", off_by(1.0001))
     assert "relative RMS" in str(gate.refusal(chooser))
 
 
 def test_rows_that_nobody_writes_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, chooser = Gate("decode", PLAIN, CPU), FixedChooser(PLAIN, DeviceSpec.of(CPU))
-    monkeypatch.setattr("tl_backend.ops.attention.launch_decode", lambda *arguments: None)
+    monkeypatch.setattr("tl_backend.ops.layer.launch_decode", lambda *arguments: None)
     assert "not finite" in str(gate.refusal(chooser))
 
 
 def test_reading_an_unwritten_slot_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, chooser = Gate("decode", PLAIN, CPU), FixedChooser(PLAIN, DeviceSpec.of(CPU))
-    launch = decode.launch_decode
+    tails, kept = decode.decode_tails, []
 
-    def one_key_too_many(*arguments: object) -> None:
-        before, seq_lens, after = arguments[:6], arguments[6], arguments[7:]
+    def one_key_too_many(*arguments: object) -> Tails:
+        before, seq_lens, after = arguments[:3], arguments[3], arguments[4:]
         assert isinstance(seq_lens, torch.Tensor)
         # Where its page has room for one: past a page's end a table entry leads nowhere.
-        launch(*before, seq_lens + (seq_lens % 16 > 0).int(), *after)
+        kept.append(seq_lens + (seq_lens % 16 > 0).int())
+        return tails(*before, kept[-1], *after)
 
-    monkeypatch.setattr("tl_backend.ops.attention.launch_decode", one_key_too_many)
+    monkeypatch.setattr("tl_backend.ops.layer.decode_tails", one_key_too_many)
     assert "not finite" in str(gate.refusal(chooser))

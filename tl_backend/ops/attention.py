@@ -9,7 +9,6 @@ import torch
 
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import (
-    Strides,
     check_current_device,
     check_device,
     check_index,
@@ -18,12 +17,10 @@ from tl_backend.ops.checks import (
     check_written,
     checked_scales,
     dtype_name,
-    kernel_strides,
     require,
 )
-from tl_backend.ops.decode import launch_decode
+from tl_backend.ops.layer import Layer, make_layer
 from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
-from tl_backend.ops.prefill import launch_prefill
 from tl_backend.ops.step_checks import (
     check_asked,
     check_extras,
@@ -67,14 +64,16 @@ def paged_attention(
     block-table entries past ceil(s / block_size) are never read.
 
     With a plan the call neither syncs nor allocates (but for ``out``), and trusts its arguments: the tensors must be
-    those that the plan was made for, or others of the same shapes, dtypes and device. Without one it makes its own
-    plan, for which it copies ``cu_seqlens_q`` to the host, and checks everything.
+    those that the plan was made for, or others of the same shapes, dtypes and device. What it checks it checks once for
+    all layers of a plan whose tensors look alike. Without a plan it makes its own, for which it copies ``cu_seqlens_q``
+    to the host, and checks everything.
 
     Args:
         q: ``[T, H, D]``, float16 or bfloat16 on a GPU, float32 on a CPU. Rows may be strided (a view of a fused qkv
             buffer); on a GPU every row and head must start at a multiple of 16 bytes.
         kv_cache: ``[num_blocks, HK, block_size, 2 * D]``, dtype of q or an 8-bit float, any strides but a dense last
-            dimension. The first D of the last dimension are the key, the others the value.
+            dimension. The first D of the last dimension are the key, the others the value. With a plan for an 8-bit
+            cache also its bytes, as uint8.
         block_table: int32 ``[R, max_blocks]``: blocks of each request, in order.
         cu_seqlens_q: int32 ``[R + 1]``: first query row of each request, and their end.
         seq_lens: int32 ``[R]``: keys of each request, its new tokens included.
@@ -106,17 +105,12 @@ def paged_attention(
         UnsupportedError: no kernel serves the request.
         EnvironmentProblemError: the kernels cannot be compiled here.
     """
-    refuse_what_is_not_there(
-        causal,
-        {
-            "q_scale": q_scale,
-            "out_scale": out_scale,
-        },
-    )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    spec = DeviceSpec.of(kv_cache.device)
+    extras = (lse, sinks, alibi_slopes, k_scale, v_scale)
     if plan is None:
+        refuse_what_is_not_there(causal, {"q_scale": q_scale, "out_scale": out_scale})
+        spec = DeviceSpec.of(kv_cache.device)
         problem = _checked_problem(
             q, kv_cache, block_table, cu_seqlens_q, seq_lens, out, spec,
             causal=bool(causal), window=window, soft_cap=soft_cap,
@@ -124,16 +118,13 @@ def paged_attention(
             has_alibi=alibi_slopes is not None, returns_lse=lse is not None,
         )  # fmt: skip
         check_extras(q, sinks, alibi_slopes, lse)
-        k_scale, v_scale = checked_scales(k_scale, v_scale, problem, q.device)
+        extras = (lse, sinks, alibi_slopes, *checked_scales(k_scale, v_scale, problem, q.device))
         if lse is not None:
             lse.fill_(-math.inf)  # Rows that belong to no request have no keys.
         if q.shape[0] == 0 or len(seq_lens) == 0:
             return out.zero_()
         _check_pages(block_table, seq_lens, kv_cache)
         starts = cu_seqlens_q.cpu()
-        workspace = AttentionWorkspace(
-            problem, q.device, max_num_reqs=len(seq_lens), max_num_tokens=max(int(starts[-1]), 1)
-        )
         plan = plan_attention(
             problem,
             cu_seqlens_q,
@@ -141,11 +132,25 @@ def paged_attention(
             cu_seqlens_q_cpu=checked_starts("cu_seqlens_q", starts, q.shape[0], max_seqlen_q, "max_seqlen_q"),
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
-            workspace=workspace,
+            workspace=AttentionWorkspace(
+                problem, q.device, max_num_reqs=len(seq_lens), max_num_tokens=max(int(starts[-1]), 1)
+            ),
             num_splits=num_splits,
         )
         check_current_device(q)
-    else:
+        fresh = _layer(plan, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, softmax_scale, lse)
+        return fresh.launch(q, kv_cache, kv_cache, out, *extras)
+    # All that the checks and the layer's constants depend on. Step tensors by identity: the layer keeps them.
+    looks = (
+        q.shape, q.stride(), q.dtype, out.shape, out.stride(), out.dtype,
+        kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
+        id(block_table), id(cu_seqlens_q), id(seq_lens),
+        softmax_scale, causal, window, soft_cap, num_splits, q_scale is None, out_scale is None,
+        None if lse is None else lse.stride(), sinks is None, alibi_slopes is None, k_scale is None, v_scale is None,
+    )  # fmt: skip
+    layer = plan.layers.get(looks)
+    if layer is None:
+        refuse_what_is_not_there(causal, {"q_scale": q_scale, "out_scale": out_scale})
         require(
             num_splits is None,
             "num_splits",
@@ -154,33 +159,36 @@ def paged_attention(
             remedy="Pass num_splits to plan_attention.",
         )
         check_asked(plan.problem, causal, window, soft_cap)
-        check_shapes_match_plan(plan, q, out, num_kv_heads=kv_cache.shape[1], page_size=kv_cache.shape[2])
+        check_shapes_match_plan(plan, q, out, kv_cache)
         check_given_match_plan(
             plan.problem, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse, k_scale=k_scale, v_scale=v_scale
         )
-    scale = checked_scale(softmax_scale, q.shape[2])
-    if plan.num_rows < q.shape[0]:
-        out[plan.num_rows :].zero_()
-    if plan.decode is None and plan.prefill is None:
-        return out
-    strides = Strides(
-        q=kernel_strides("q", q, spec),
-        k=kernel_strides("kv_cache", kv_cache, spec),
-        v=(0, 0),
-        out=kernel_strides("out", out, spec),
-        block_table=block_table.stride(0),
-        lse=0 if lse is None else lse.stride(0),
+        layer = _layer(plan, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, softmax_scale, lse)
+        plan.keep(looks, layer)
+    return layer.launch(q, kv_cache, kv_cache, out, *extras)
+
+
+def _layer(
+    plan: AttentionPlan,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float | None,
+    lse: torch.Tensor | None,
+) -> Layer:
+    return make_layer(
+        plan.decode,
+        plan.prefill,
+        plan.num_rows,
+        {"q": q, "kv_cache": kv_cache, "out": out},
+        (block_table, cu_seqlens_q, seq_lens),
+        checked_scale(softmax_scale, q.shape[2]),
+        lse,
+        DeviceSpec.of(kv_cache.device),
     )
-    extras = tuple(
-        0 if tensor is None else tensor.data_ptr() for tensor in (lse, sinks, alibi_slopes, k_scale, v_scale)
-    )
-    if plan.decode is not None:
-        launch_decode(plan.decode, q, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides, extras)
-    if plan.prefill is not None:
-        launch_prefill(
-            plan.prefill, q, kv_cache, kv_cache, out, block_table, cu_seqlens_q, seq_lens, scale, strides, extras
-        )
-    return out
 
 
 def _checked_problem(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -81,8 +82,10 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 def check_current_device(tensor: torch.Tensor) -> None:
     """Kernels launch on the current device: on tensors of another one they would run in the wrong place."""
     current = torch.cuda.current_device() if tensor.is_cuda else None
+    if tensor.device.index in (None, current):  # At every launch: the message is made only if it is needed.
+        return
     require(
-        tensor.device.index in (None, current),
+        False,
         "device",
         value=tensor.device,
         limit=f"kernels launch on the current device, {current}",
@@ -121,9 +124,7 @@ def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple
     Raises:
         InvalidInputError: the last dimension is not dense, or a stride or the address is not a multiple of 16 bytes.
     """
-    unit = STRIDE_UNIT if device.is_gpu else 1
-    # Of 8-bit elements a unit is half of what TMA, which Hopper's prefill reads them with, can step.
-    step = max(unit * tensor.element_size(), VECTOR_BYTES if device.is_gpu else 1)
+    unit, step = STRIDE_UNIT if device.is_gpu else 1, _step(tensor, device)
     strides = _dense_where_free(tensor.shape, tensor.stride(), unit, step // tensor.element_size())
     if strides is None or tensor.data_ptr() % step:
         raise InvalidInputError(
@@ -136,6 +137,19 @@ def kernel_strides(name: str, tensor: torch.Tensor, device: DeviceSpec) -> tuple
             )
         )
     return strides
+
+
+def address_mask(tensors: Iterable[torch.Tensor], device: DeviceSpec) -> int:
+    """Bits that are 0 in the addresses of tensors like these, if all lie at multiples of the largest step of one."""
+    return max(_step(tensor, device) for tensor in tensors) - 1
+
+
+def _step(tensor: torch.Tensor, device: DeviceSpec) -> int:
+    """Bytes, a power of two, that rows and addresses are multiples of."""
+    if not device.is_gpu:
+        return tensor.element_size()
+    # Of 8-bit elements a unit is half of what TMA, which Hopper's prefill reads them with, can step.
+    return max(STRIDE_UNIT * tensor.element_size(), VECTOR_BYTES)
 
 
 class Strides(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -59,51 +60,58 @@ def merged_problem(problem: AttentionProblem) -> AttentionProblem:
     )
 
 
-def launch_decode(
+class Tails(NamedTuple):
+    """What the launches of a plan pass after the addresses of a layer's own tensors.
+
+    Attributes:
+        attention: the last arguments of the attention kernel.
+        combine: of its combine.
+    """
+
+    attention: tuple[float, ...]
+    combine: tuple[float, ...]
+
+
+def decode_tails(
     plan: DecodePlan,
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    out: torch.Tensor,
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
+    num_rows: int,
     softmax_scale: float,
     strides: Strides,
-    extras: tuple[int, ...],
-) -> None:
-    """One launch, or two with a combine."""
-    launches.record("decode", plan.source)
-    plan.kernel(
-        q.data_ptr(),
-        kv_cache.data_ptr(),
-        out.data_ptr(),
-        *extras,
-        block_table.data_ptr(),
-        cu_seqlens_q.data_ptr(),
-        seq_lens.data_ptr(),
-        plan.partial_o.data_ptr(),
-        plan.partial_lse.data_ptr(),
-        plan.num_requests,
-        plan.num_splits,
-        q.shape[0],
-        block_table.shape[1],
-        softmax_scale,
-        *strides.q,
-        *strides.k,
-        *strides.out,
-        strides.block_table,
-        strides.lse,
+) -> Tails:
+    """Of ``launch_decode``, for layers with queries of ``num_rows`` rows, padding included."""
+    starts = cu_seqlens_q.data_ptr()
+    partials = (plan.partial_o.data_ptr(), plan.partial_lse.data_ptr(), plan.num_requests, plan.num_splits)
+    return Tails(
+        attention=(
+            block_table.data_ptr(),
+            starts,
+            seq_lens.data_ptr(),
+            *partials,
+            num_rows,
+            block_table.shape[1],
+            softmax_scale,
+            *strides.q,
+            *strides.k,
+            *strides.out,
+            strides.block_table,
+            strides.lse,
+        ),
+        combine=(starts, *partials, *strides.out, strides.lse),
     )
+
+
+def launch_decode(plan: DecodePlan, tails: Tails, q: int, kv_cache: int, out: int, extras: tuple[int, ...]) -> None:
+    """One launch, or two with a combine.
+
+    Args:
+        q, kv_cache, out: addresses.
+        extras: those of lse, sinks, slopes, k_scale and v_scale, 0 for what there is not.
+    """
+    launches.record("decode", plan.source)
+    plan.kernel(q, kv_cache, out, *extras, *tails.attention)
     if plan.combine is not None:
         launches.record("decode_combine")
-        plan.combine(
-            out.data_ptr(),
-            *extras[:2],
-            cu_seqlens_q.data_ptr(),
-            plan.partial_o.data_ptr(),
-            plan.partial_lse.data_ptr(),
-            plan.num_requests,
-            plan.num_splits,
-            *strides.out,
-            strides.lse,
-        )
+        plan.combine(out, extras[0], extras[1], *tails.combine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from tl_backend.ops.choices import chooser_for
 from tl_backend.ops.compiled import KERNELS
 from tl_backend.ops.decode import DecodePlan, decode_keys
 from tl_backend.ops.families import PORTABLE_PREFILLS, portable_reason
+from tl_backend.ops.layer import MAX_LAYERS, Layer
 from tl_backend.ops.prefill import Pieces, PrefillPlan, combine_key, prefill_key
 from tl_backend.ops.work_list import COLUMNS, Work, tiling, work_list
 from tl_backend.problem import AttentionProblem
@@ -40,12 +41,20 @@ class AttentionPlan:
         num_rows: query rows of the step, ``cu_seqlens_q[-1]``; output rows from here on are zero.
         decode: the leading requests with at most one query token, or None if there are none with a token.
         prefill: all other requests, or None.
+        layers: what it has served, by what their tensors look like.
     """
 
     problem: AttentionProblem
     num_rows: int
     decode: DecodePlan | None
     prefill: PrefillPlan | None
+    layers: dict[tuple[object, ...], Layer] = field(default_factory=dict, repr=False, compare=False)
+
+    def keep(self, looks: tuple[object, ...], layer: Layer) -> None:
+        """Keep a layer that was checked for all that look like it."""
+        if len(self.layers) >= MAX_LAYERS:
+            self.layers.clear()
+        self.layers[looks] = layer
 
 
 class AttentionWorkspace:

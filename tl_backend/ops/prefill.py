@@ -12,7 +12,7 @@ from tl_backend.configs.prefill_hopper import HopperPrefillConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import Strides
 from tl_backend.ops.compiled import Kernel, KernelKey
-from tl_backend.ops.decode import merged_problem
+from tl_backend.ops.decode import Tails, merged_problem
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
 
@@ -85,48 +85,41 @@ def prefill_keys(
     return keys
 
 
-def launch_prefill(
+def prefill_tails(
     plan: PrefillPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
+    num_rows: int,
+    num_blocks: int,
     softmax_scale: float,
     strides: Strides,
-    extras: tuple[int, ...],
-) -> None:
-    """One launch, or two with a combine.
+) -> Tails:
+    """Of ``launch_prefill``, for layers with queries of ``num_rows`` rows, padding included.
 
-    ``extras`` are the addresses of lse, sinks, slopes, k_scale and v_scale, 0 for what there is not.
-    ``k`` and ``v`` are both the cache; or contiguous, with cu_seqlens_k for ``block_table``.
+    Args:
+        block_table: without pages cu_seqlens_k; so, too, ``seq_lens``.
+        num_blocks: of the cache.
     """
-    launches.record(plan.kind, plan.source)
-    pieces = plan.pieces
-    values: tuple[int, ...] = (v.data_ptr(),)
+    starts, pieces = cu_seqlens_q.data_ptr(), plan.pieces
     scratch: tuple[int, ...] = ()
-    num_blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    combine: tuple[float, ...] = ()
     v_strides = strides.v
-    lse, sinks = extras[:2]
-    if pieces is not None:  # The family has no use for V apart from the cache, nor for slopes.
-        values, v_strides, extras, num_blocks = (), (), (lse, sinks, *extras[3:]), (k.shape[0],)
-        scratch = (pieces.counter.data_ptr(), pieces.partial_o.data_ptr(), pieces.partial_lse.data_ptr())
-    plan.kernel(
-        q.data_ptr(),
-        k.data_ptr(),
-        *values,
-        out.data_ptr(),
-        *extras,
+    if pieces is not None:  # The family has no use for V apart from the cache.
+        partials = (pieces.partial_o.data_ptr(), pieces.partial_lse.data_ptr())
+        scratch, blocks, v_strides = (pieces.counter.data_ptr(), *partials), (num_blocks,), ()
+        merged = (pieces.split.data_ptr(), *partials, pieces.split.shape[0], pieces.tokens_per_tile)
+        combine = (starts, *merged, *strides.out, strides.lse)
+    attention = (
         block_table.data_ptr(),
-        cu_seqlens_q.data_ptr(),
+        starts,
         seq_lens.data_ptr(),
         plan.work.data_ptr(),
         *scratch,
         plan.num_work,
-        q.shape[0],
-        *num_blocks,
+        num_rows,
+        *blocks,
         block_table.shape[-1],
         softmax_scale,
         *strides.q,
@@ -136,18 +129,22 @@ def launch_prefill(
         strides.block_table,
         strides.lse,
     )
-    if pieces is not None and pieces.combine is not None:
+    return Tails(attention=attention, combine=combine)
+
+
+def launch_prefill(plan: PrefillPlan, tails: Tails, q: int, k: int, v: int, out: int, extras: tuple[int, ...]) -> None:
+    """One launch, or two with a combine.
+
+    Args:
+        q, k, v, out: addresses; of a cache both k and v.
+        extras: those of lse, sinks, slopes, k_scale and v_scale, 0 for what there is not.
+    """
+    launches.record(plan.kind, plan.source)
+    if plan.pieces is None:
+        plan.kernel(q, k, v, out, *extras, *tails.attention)
+        return
+    lse, sinks, _, k_scale, v_scale = extras  # Hopper's has no use for V apart from the cache, nor for slopes.
+    plan.kernel(q, k, out, lse, sinks, k_scale, v_scale, *tails.attention)
+    if plan.pieces.combine is not None:
         launches.record(COMBINE)
-        pieces.combine(
-            out.data_ptr(),
-            lse,
-            sinks,
-            cu_seqlens_q.data_ptr(),
-            pieces.split.data_ptr(),
-            pieces.partial_o.data_ptr(),
-            pieces.partial_lse.data_ptr(),
-            pieces.split.shape[0],
-            pieces.tokens_per_tile,
-            *strides.out,
-            strides.lse,
-        )
+        plan.pieces.combine(out, lse, sinks, *tails.combine)

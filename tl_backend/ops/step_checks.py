@@ -93,12 +93,15 @@ def check_asked(
     )
 
 
-def check_shapes_match_plan(
-    plan: AttentionPlan, q: torch.Tensor, out: torch.Tensor, *, num_kv_heads: int, page_size: int | None
-) -> None:
-    """With a plan: its kernels read tensors of the shapes that its problem has."""
+def check_shapes_match_plan(plan: AttentionPlan, q: torch.Tensor, out: torch.Tensor, keys: torch.Tensor) -> None:
+    """With a plan: its kernels read tensors of the shapes and dtypes that its problem has.
+
+    Args:
+        keys: the cache, an 8-bit one also as the bytes that vLLM holds; or contiguous keys.
+    """
     problem = plan.problem
-    seen = (dtype_name(q.dtype), *q.shape[1:], num_kv_heads, page_size)
+    paged = keys.dim() == 4
+    seen = (dtype_name(q.dtype), *q.shape[1:], keys.shape[1], keys.shape[2] if paged else None)
     planned = (problem.dtype, problem.num_q_heads, problem.head_dim, problem.num_kv_heads, problem.page_size)
     require(
         seen == planned and q.shape[0] >= plan.num_rows and out.shape == q.shape and out.dtype == q.dtype,
@@ -106,6 +109,14 @@ def check_shapes_match_plan(
         value=f"(dtype, H, D, HK, block_size) = {seen}, {q.shape[0]} rows, out {list(out.shape)} {out.dtype}",
         limit=f"the plan was made for {planned} and {plan.num_rows} rows",
         remedy="Make the plan for the layer's problem and the step.",
+    )
+    kv_dtype = dtype_name(keys.dtype)
+    require(
+        kv_dtype == problem.kv_dtype or (problem.is_quantized and kv_dtype == "uint8"),
+        "dtype of keys and values",
+        value=kv_dtype,
+        limit=f"the plan was made for {problem.kv_dtype}",
+        remedy="Make the plan for the layer's problem.",
     )
 
 

@@ -8,7 +8,6 @@ import torch
 
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import (
-    Strides,
     check_current_device,
     check_device,
     check_index,
@@ -16,11 +15,10 @@ from tl_backend.ops.checks import (
     check_supported,
     check_written,
     dtype_name,
-    kernel_strides,
     require,
 )
+from tl_backend.ops.layer import Layer, make_layer
 from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
-from tl_backend.ops.prefill import launch_prefill
 from tl_backend.ops.step_checks import (
     check_asked,
     check_extras,
@@ -81,13 +79,13 @@ def varlen_attention(
         UnsupportedError: no kernel serves the request.
         EnvironmentProblemError: the kernels cannot be compiled here.
     """
-    refuse_what_is_not_there(causal, {})
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    spec = DeviceSpec.of(q.device)
+    extras = (lse, sinks, alibi_slopes, None, None)
     if plan is None:
+        refuse_what_is_not_there(causal, {})
         problem = _checked_problem(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, out, spec,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, out, DeviceSpec.of(q.device),
             causal=bool(causal), window=window, soft_cap=soft_cap,
             sinks_dtype=None if sinks is None else dtype_name(sinks.dtype),
             has_alibi=alibi_slopes is not None, returns_lse=lse is not None,
@@ -113,26 +111,46 @@ def varlen_attention(
             seq_lens_cpu_upper_bound=keys,
         )
         check_current_device(q)
-    else:
+        fresh = _layer(plan, q, k, v, out, cu_seqlens_q, cu_seqlens_k, softmax_scale, lse)
+        return fresh.launch(q, k, v, out, *extras)
+    looks = (  # As in ``paged_attention``.
+        q.shape, q.stride(), q.dtype, out.shape, out.stride(), out.dtype,
+        k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
+        id(cu_seqlens_q), id(cu_seqlens_k), softmax_scale, causal, window, soft_cap,
+        None if lse is None else lse.stride(), sinks is None, alibi_slopes is None,
+    )  # fmt: skip
+    layer = plan.layers.get(looks)
+    if layer is None:
+        refuse_what_is_not_there(causal, {})
         check_asked(plan.problem, causal, window, soft_cap)
-        check_shapes_match_plan(plan, q, out, num_kv_heads=k.shape[1], page_size=None)
+        check_shapes_match_plan(plan, q, out, k)
         check_given_match_plan(plan.problem, sinks=sinks, alibi_slopes=alibi_slopes, lse=lse)
-    scale = checked_scale(softmax_scale, q.shape[2])
-    if plan.num_rows < q.shape[0]:
-        out[plan.num_rows :].zero_()
-    if plan.prefill is None:
-        return out
-    strides = Strides(
-        q=kernel_strides("q", q, spec),
-        k=(*kernel_strides("k", k, spec), 0),
-        v=kernel_strides("v", v, spec),
-        out=kernel_strides("out", out, spec),
-        block_table=1,
-        lse=0 if lse is None else lse.stride(0),
+        layer = _layer(plan, q, k, v, out, cu_seqlens_q, cu_seqlens_k, softmax_scale, lse)
+        plan.keep(looks, layer)
+    return layer.launch(q, k, v, out, *extras)
+
+
+def _layer(
+    plan: AttentionPlan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float | None,
+    lse: torch.Tensor | None,
+) -> Layer:
+    return make_layer(
+        None,
+        plan.prefill,
+        plan.num_rows,
+        {"q": q, "k": k, "v": v, "out": out},
+        (cu_seqlens_k, cu_seqlens_q, cu_seqlens_k),
+        checked_scale(softmax_scale, q.shape[2]),
+        lse,
+        DeviceSpec.of(q.device),
     )
-    extras = tuple(0 if tensor is None else tensor.data_ptr() for tensor in (lse, sinks, alibi_slopes, None, None))
-    launch_prefill(plan.prefill, q, k, v, out, cu_seqlens_k, cu_seqlens_q, cu_seqlens_k, scale, strides, extras)
-    return out
 
 
 def _checked_problem(

@@ -150,7 +150,7 @@ class TileLangImpl(AttentionImpl["TileLangMetadata"]):
         stored_as = self._stored_as
         return ops.paged_attention(
             query,
-            kv_cache.view(stored_as) if stored_as else kv_cache,
+            kv_cache,
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
