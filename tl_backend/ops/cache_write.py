@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from tl_backend.configs.cache_write import default_cache_write_config
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.checks import (
+    address_mask,
     check_current_device,
     check_device,
     check_index,
@@ -19,7 +21,7 @@ from tl_backend.ops.checks import (
     kernel_strides,
     require,
 )
-from tl_backend.ops.compiled import KERNELS, KernelKey
+from tl_backend.ops.compiled import KERNELS, Kernel, KernelKey
 from tl_backend.problem import FLOAT8_DTYPES, AttentionProblem
 from tl_backend.telemetry import launches
 
@@ -50,25 +52,94 @@ def paged_cache_write(
         UnsupportedError: no kernel serves the request.
         EnvironmentProblemError: the kernel cannot be compiled here.
     """
+    looks = (  # All that the checks and the launch depend on, but for addresses and the current device.
+        key.shape, key.stride(), key.dtype, key.device,
+        value.shape, value.stride(), value.dtype, value.device,
+        kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.device,
+        slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device,
+        None if k_scale is None else (k_scale.shape, k_scale.dtype, k_scale.device),
+        None if v_scale is None else (v_scale.shape, v_scale.dtype, v_scale.device),
+    )  # fmt: skip
+    write = CHECKED.get(looks)
+    if write is None:
+        write = _checked(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+        if len(CHECKED) >= MAX_CHECKED:
+            CHECKED.clear()
+        CHECKED[looks] = write
+    elif write.kernel is not None:
+        check_current_device(kv_cache)
+    if write.kernel is None:
+        return
+    key_at, value_at, cache_at = key.data_ptr(), value.data_ptr(), kv_cache.data_ptr()
+    if (key_at | value_at | cache_at) & write.mask:
+        for name, tensor in (("key", key), ("value", value), ("kv_cache", kv_cache)):
+            kernel_strides(name, tensor, write.spec)
+    launches.record("cache_write")
+    write.kernel(
+        key_at,
+        value_at,
+        cache_at,
+        slot_mapping.data_ptr(),
+        write.scale_at if k_scale is None else k_scale.data_ptr(),
+        write.scale_at if v_scale is None else v_scale.data_ptr(),
+        *write.tail,
+    )
+
+
+class _Write(NamedTuple):
+    """What was checked once for all tensors that look alike.
+
+    Attributes:
+        kernel: None where there is nothing to write.
+        mask: bits that no address of key, value and cache has, or each is checked by itself.
+        tail: the kernel's arguments after the addresses.
+        one: of an 8-bit cache, the scale that is not given.
+        scale_at: the address of ``one``, 0 without one.
+        spec: of the device.
+    """
+
+    kernel: Kernel | None
+    mask: int
+    tail: tuple[int, ...]
+    one: torch.Tensor | None
+    scale_at: int
+    spec: DeviceSpec
+
+
+# A step of a new number of tokens has an entry of its own for each kind of layer.
+MAX_CHECKED = 1024
+CHECKED: dict[tuple[object, ...], _Write] = {}
+
+
+def _checked(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> _Write:
     spec = DeviceSpec.of(kv_cache.device)
     problem = _checked_problem(key, value, kv_cache, slot_mapping, spec)
     if len(slot_mapping) == 0:
-        return
+        return _Write(None, 0, (), None, 0, spec)
     check_current_device(kv_cache)
     scales = checked_scales(k_scale, v_scale, problem, kv_cache.device)
-    kernel = KERNELS.get(cache_write_key(problem, spec))
-    launches.record("cache_write")
-    kernel(
-        key.data_ptr(),
-        value.data_ptr(),
-        kv_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        *[0 if scale is None else scale.data_ptr() for scale in scales],
+    tail = (
         len(slot_mapping),
         kv_cache.shape[0] * kv_cache.shape[2],
         *kernel_strides("key", key, spec),
         *kernel_strides("value", value, spec),
         *kernel_strides("kv_cache", kv_cache, spec),
+    )
+    one = next((made for made, given in zip(scales, (k_scale, v_scale), strict=True) if made is not given), None)
+    return _Write(
+        kernel=KERNELS.get(cache_write_key(problem, spec)),
+        mask=address_mask((key, value, kv_cache), spec),
+        tail=tail,
+        one=one,
+        scale_at=0 if one is None else one.data_ptr(),
+        spec=spec,
     )
 
 
