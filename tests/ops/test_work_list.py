@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,8 +17,11 @@ from tl_backend.configs.prefill_hopper import HEAD_DIMS, HopperPrefillConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.ops.work_list import (
     COMBINE_TILES,
+    EVEN,
     ITEM_TILES,
     MAX_PIECES,
+    MIN_TILES,
+    SHARES,
     WHOLE,
     Tiling,
     Work,
@@ -158,7 +162,35 @@ def test_a_cut_pays_by_the_estimate_that_it_was_chosen_by(costs, lanes: int, blo
     if pieces is None:
         return
     lengths = np.concatenate([[-(-length // n) + ITEM_TILES] * n for length, n in zip(cost, pieces, strict=True)])
-    assert finish(lengths, tiles) + COMBINE_TILES < finish(cost + ITEM_TILES, tiles)
+    cut, whole = (float(finish(x[None], tiles, 1)[0]) for x in (lengths, cost + ITEM_TILES))
+    assert cut + COMBINE_TILES < whole
+    assert finish((-(-cost // pieces) + ITEM_TILES)[None], tiles, pieces[None]).tolist() == [cut]
+
+
+@given(costs=costs, lanes=st.integers(1, 40), blocks=st.sampled_from([78, 132]))
+def test_the_best_of_all_shares_is_taken(costs, lanes: int, blocks: int) -> None:
+    """One share after the other, in plain Python."""
+    tiles, cost = Tiling(32, 128, lanes, blocks), np.array(costs)
+    average = (sum(costs) + ITEM_TILES * len(costs)) * lanes / blocks
+    best, best_finish = None, slow_finish([length + ITEM_TILES for length in costs], tiles)
+    if max(costs) + ITEM_TILES > (EVEN - 1) * average and best_finish > EVEN * average:
+        for share in SHARES.tolist():
+            ways = max(share * average, MIN_TILES)
+            pieces = [min(math.ceil(c / ways), MAX_PIECES) if c > 1.25 * ways else 1 for c in costs]
+            if not 0 < sum(n for n in pieces if n > 1) <= tiles.max_pieces:
+                continue
+            cut = [-(-c // n) + ITEM_TILES for c, n in zip(costs, pieces, strict=True) for _ in range(n)]
+            if (found := slow_finish(cut, tiles) + COMBINE_TILES) < best_finish:
+                best, best_finish = pieces, found
+    pieces = split(cost, tiles)
+    assert (None if pieces is None else pieces.tolist()) == best
+
+
+def slow_finish(lengths: list[int], tiles: Tiling) -> float:
+    """Of the items of all lanes, longest first: as many rounds as there are blocks for."""
+    items = sorted(lengths * tiles.lanes, reverse=True)
+    stacked = [length * number for number, length in enumerate(items[:: tiles.blocks], start=1)]
+    return max(sum(lengths) * tiles.lanes / tiles.blocks, *stacked)
 
 
 @given(costs=costs, lanes=st.integers(1, 40), blocks=st.sampled_from([78, 132]))
@@ -168,7 +200,8 @@ def test_the_estimate_is_near_what_longest_first_takes(costs, lanes: int, blocks
     busy = np.zeros(blocks)
     for length in sorted(costs * lanes, reverse=True):
         busy[busy.argmin()] += length
-    assert busy.max() * (1 - 1e-9) <= 4 / 3 * finish(np.array(costs), tiles) <= 4 / 3 * busy.max() * (1 + 1e-9)
+    estimate = finish(np.array([costs]), tiles, 1)[0]
+    assert busy.max() * (1 - 1e-9) <= 4 / 3 * estimate <= 4 / 3 * busy.max() * (1 + 1e-9)
 
 
 def test_the_portable_family_and_a_batch_invariant_workspace_never_cut() -> None:

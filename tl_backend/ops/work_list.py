@@ -5,7 +5,7 @@ tile with E KV tiles walks those from E * p // n to E * (p + 1) // n, E counted 
 bounds. It writes partial results to rows slot + token * pieces + piece, which a combine merges by the split list, int32
 ``[C, 4]`` of (request, first token, pieces, slot). A tile in one piece writes the output.
 
-Legend: R requests, W items, N tiles.
+Legend: R requests, W items, N tiles, P ways to cut them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tl_backend.problem import AttentionProblem
 COLUMNS = 4
 WHOLE = 1 << PIECE_BITS  # The first of one piece.
 MAX_PIECES = 64
+COUNT_BITS = MAX_PIECES.bit_length()
 # Pieces of all split tiles and lanes together, in blocks of the whole device: what the scratch is made for.
 MAX_WAVES = 2
 # The busiest block may have this much more than the average before tiles are cut at all.
@@ -105,28 +106,26 @@ def work_list(
         seq_lens: keys of each request, or upper bounds, ``[R]``. Without them nothing is cut.
     """
     counts = -(-query_lens[first_request:] // tiles.tokens)
-    requests = np.repeat(np.arange(first_request, len(query_lens)), counts)
-    starts = np.cumsum(counts) - counts
-    tokens = (np.arange(len(requests)) - np.repeat(starts, counts)) * tiles.tokens
+    requests = np.arange(first_request, len(query_lens)).repeat(counts)
+    tokens = (np.arange(len(requests)) - (counts.cumsum() - counts).repeat(counts)) * tiles.tokens
     keys = _keys(problem, tiles, query_lens, requests, tokens, seq_lens)
     pieces = None
     if tiles.blocks and seq_lens is not None and len(keys):
         pieces = split(np.maximum(1, -(-keys // tiles.keys)), tiles)
+    table = np.empty((len(requests), COLUMNS), dtype=np.int32)
+    table[:, 0], table[:, 1] = requests, tokens
     if pieces is None:
-        order = np.argsort(-keys, kind="stable")
-        items = np.empty((len(order), COLUMNS), dtype=np.int32)
-        items[:, 0], items[:, 1], items[:, 2], items[:, 3] = requests[order], tokens[order], WHOLE, 0
-        return Work(items=items, split=_NOTHING)
-    rows = np.where(pieces > 1, pieces * tiles.tokens, 0)
-    slots = np.where(pieces > 1, np.cumsum(rows) - rows, 0)
-    order = np.argsort(-(keys / pieces), kind="stable")
+        table[:, 2], table[:, 3] = WHOLE, 0
+        return Work(items=table[(-keys).argsort(kind="stable")], split=_NOTHING)
+    is_cut = pieces > 1
+    rows = pieces * tiles.tokens * is_cut
+    table[:, 2], table[:, 3] = pieces, (rows.cumsum() - rows) * is_cut
+    order = (-(keys / pieces)).argsort(kind="stable")
     counts = pieces[order]
-    tile = np.repeat(order, counts)
-    piece = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
-    items = np.stack([requests[tile], tokens[tile], piece | pieces[tile] << PIECE_BITS, slots[tile]], axis=1)
-    cut = np.flatnonzero(pieces > 1)
-    merged = np.stack([requests[cut], tokens[cut], pieces[cut], slots[cut]], axis=1)
-    return Work(items=items.astype(np.int32), split=merged.astype(np.int32))
+    items = table[order.repeat(counts)]
+    piece = np.arange(len(items)) - (counts.cumsum() - counts).repeat(counts)
+    items[:, 2] = piece | items[:, 2] << PIECE_BITS
+    return Work(items=items, split=table[is_cut])
 
 
 _NOTHING = np.empty((0, COLUMNS), dtype=np.int32)
@@ -166,29 +165,41 @@ def split(cost: np.ndarray, tiles: Tiling) -> np.ndarray | None:
     # Longest first, no block is busy for more than the average and the longest item.
     if int(cost.max()) + ITEM_TILES <= (EVEN - 1) * average:
         return None
-    best, best_finish = None, finish(cost + ITEM_TILES, tiles)
-    if best_finish <= EVEN * average:
+    whole = finish((cost + ITEM_TILES)[None], tiles, 1)[0]
+    if whole <= EVEN * average:
         return None
-    for share in np.maximum(SHARES * average, MIN_TILES):
-        pieces = np.where(cost > 1.25 * share, np.minimum(np.ceil(cost / share), MAX_PIECES), 1).astype(np.int64)
-        if not 0 < int(pieces[pieces > 1].sum()) <= tiles.max_pieces:
-            continue
-        found = finish(np.repeat(-(-cost // pieces) + ITEM_TILES, pieces), tiles) + COMBINE_TILES
-        if found < best_finish:
-            best, best_finish = pieces, found
-    return best
+    shares = np.maximum(SHARES * average, MIN_TILES)[:, None]
+    pieces = np.where(cost > 1.25 * shares, np.minimum(np.ceil(cost / shares), MAX_PIECES), 1).astype(np.int64)
+    cut = (pieces * (pieces > 1)).sum(axis=1)
+    pieces = pieces[(cut > 0) & (cut <= tiles.max_pieces)]
+    if len(pieces) == 0:
+        return None
+    found = finish(-(-cost // pieces) + ITEM_TILES, tiles, pieces) + COMBINE_TILES
+    best = int(found.argmin())
+    chosen: np.ndarray = pieces[best]
+    return chosen if found[best] < whole else None
 
 
-def finish(lengths: np.ndarray, tiles: Tiling) -> float:
-    """An estimate of when the last block is ready, which take the longest item that is left, in KV tiles.
+def finish(lengths: np.ndarray, tiles: Tiling, counts: np.ndarray | int) -> np.ndarray:
+    """Estimates of when the last block is ready, which take the longest item that is left, in KV tiles: ``[P]``.
 
     Of the k * blocks + 1 longest some block has k + 1, each as long as the last of them; and none is ready before the
     average. Both are lower bounds, which longest-first comes close to.
 
     Args:
-        lengths: of each lane's items.
+        lengths: of each lane's items, ``[P, N]``: P ways to cut them.
+        counts: of items that have it, at most ``MAX_PIECES``, ``[P, N]``.
     """
-    longest_first = -np.sort(-lengths)
-    places = np.arange(0, len(lengths) * tiles.lanes, tiles.blocks)
-    stacked = longest_first[places // tiles.lanes] * np.arange(1, len(places) + 1)
-    return max(float(lengths.sum()) * tiles.lanes / tiles.blocks, float(stacked.max()))
+    # Lengths and counts are sorted as one number: a sort of one and a look-up of the other would take twice as long.
+    longest_first = -np.sort(-(lengths << COUNT_BITS | counts), axis=1)
+    ends = (longest_first & (1 << COUNT_BITS) - 1).cumsum(axis=1)
+    totals = ends[:, -1:]
+    most = int(totals.max())
+    ranks = np.arange(0, most * tiles.lanes, tiles.blocks) // tiles.lanes
+    # Rows follow one another, so that one search finds the item of each rank in each of them.
+    row_starts = np.arange(len(ends))[:, None] * (most + 1)
+    places = (ends + row_starts).ravel().searchsorted((ranks + row_starts).ravel(), side="right").reshape(-1, len(ranks))
+    lasts = longest_first.ravel().take(places, mode="clip") >> COUNT_BITS
+    stacked = lasts * np.arange(1, len(ranks) + 1) * (ranks < totals)
+    average: np.ndarray = (lengths * counts).sum(axis=1) * tiles.lanes / tiles.blocks
+    return np.maximum(average, stacked.max(axis=1))
