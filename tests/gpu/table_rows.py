@@ -23,7 +23,7 @@ from tl_backend.configs.key import ProblemKey
 from tl_backend.configs.table import Table, read_table
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import TLBackendError
-from tl_backend.ops import plan
+from tl_backend.ops import workspace
 from tl_backend.ops.prepare import load_kernels, required_kernels
 from tl_backend.testing.cases import Case
 from tl_backend.testing.poison import check_attention
@@ -58,7 +58,7 @@ def check(key: ProblemKey, config: Config, device: torch.device) -> Iterator[Row
     fixed = chooser(key, config, DeviceSpec.of(device))
     for case in DECODES if isinstance(config, DecodeChoice) else PREFILLS:
         report, message = None, ""
-        with mock.patch.object(plan, "chooser_for", lambda *args, **kwargs: fixed):
+        with mock.patch.object(workspace, "chooser_for", lambda *args, **kwargs: fixed):
             try:
                 report = check_attention(problem, case, device)
             except (AssertionError, TLBackendError, RuntimeError) as failure:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tl_backend.errors import InvalidInputError, UnsupportedError
+from tl_backend.errors import EnvironmentProblemError, InvalidInputError, UnsupportedError
 from tl_backend.ops import AttentionPlan, AttentionWorkspace, plan_attention
+from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.testing.cases import make_problem
+from tl_backend.testing.poison import forced_splits
 
 CPU = torch.device("cpu")
 SMALL = make_problem(8, 2, 64, 16)
@@ -88,3 +92,36 @@ def test_plans_take_turns_in_the_host_buffers() -> None:
         made = plan(space, (2, *[1] * (turn % 3)))
         assert made.prefill.num_work == 1 + turn % 3
         assert sorted(made.prefill.work[: made.prefill.num_work, 0].tolist()) == [*range(1 + turn % 3)]
+
+
+def test_kernels_are_looked_up_once_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys are long to hash; and a plan of each part has its own."""
+    asked: list[KernelKey] = []
+    monkeypatch.setattr(KERNELS, "get", lambda key: asked.append(key) or (lambda *_: key))
+    space = workspace()
+    for _ in range(3):
+        made = plan(space, (1, 5))
+        for part, kind in ((made.decode, "decode"), (made.prefill, "prefill")):
+            assert part.kernel().kind == kind
+    assert sorted(key.kind for key in asked) == ["decode", "prefill"]
+    with forced_splits(2):
+        split = plan(space, (1,)).decode
+    assert split.combine().kind == "decode_combine"
+    assert (split.kernel().config.split, made.decode.kernel().config.split) == (True, False)
+    assert made.decode.combine is None
+
+
+def test_kernels_that_cannot_be_had_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = workspace()
+    with monkeypatch.context() as patch:
+        patch.setattr(KERNELS, "get", lambda key: (_ for _ in ()).throw(EnvironmentProblemError("no compiler")))
+        with pytest.raises(EnvironmentProblemError):
+            plan(space, (1,))
+    monkeypatch.setattr(KERNELS, "get", lambda key: key.kind)
+    assert plan(space, (1,)).decode.kernel == "decode"
+
+
+def test_a_workspace_takes_an_equal_problem() -> None:
+    equal = replace(SMALL)
+    assert equal is not SMALL
+    assert plan(workspace(), (1, 5), problem=equal).prefill is not None

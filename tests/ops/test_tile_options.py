@@ -11,7 +11,7 @@ from tl_backend.configs.choice import FixedChooser
 from tl_backend.configs.prefill import default_prefill_config
 from tl_backend.configs.tile import TileConfig
 from tl_backend.device import DeviceSpec
-from tl_backend.ops import plan
+from tl_backend.ops import workspace
 from tl_backend.testing.cases import Case, make_problem
 from tl_backend.testing.poison import check_attention
 
@@ -31,7 +31,7 @@ CASES = [
 def check(monkeypatch: pytest.MonkeyPatch, tile: TileConfig, case: Case) -> None:
     assert tile.illegal_reason(PROBLEM, C) is None
     chooser = FixedChooser(PROBLEM, C, prefill=tile)
-    monkeypatch.setattr(plan, "chooser_for", lambda *args, **kwargs: chooser)
+    monkeypatch.setattr(workspace, "chooser_for", lambda *args, **kwargs: chooser)
     check_attention(PROBLEM, case, CPU)
 
 

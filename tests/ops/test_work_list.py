@@ -26,6 +26,7 @@ from tl_backend.ops.work_list import (
     Tiling,
     Work,
     finish,
+    finishes,
     split,
     tiling,
     work_list,
@@ -162,9 +163,16 @@ def test_a_cut_pays_by_the_estimate_that_it_was_chosen_by(costs, lanes: int, blo
     if pieces is None:
         return
     lengths = np.concatenate([[-(-length // n) + ITEM_TILES] * n for length, n in zip(cost, pieces, strict=True)])
-    cut, whole = (float(finish(x[None], tiles, 1)[0]) for x in (lengths, cost + ITEM_TILES))
-    assert cut + COMBINE_TILES < whole
-    assert finish((-(-cost // pieces) + ITEM_TILES)[None], tiles, pieces[None]).tolist() == [cut]
+    assert finish(lengths, tiles) + COMBINE_TILES < finish(cost + ITEM_TILES, tiles)
+
+
+@given(costs=costs, lanes=st.integers(1, 40), blocks=st.sampled_from([78, 132]), data=st.data())
+def test_estimates_of_many_ways_are_those_of_each(costs, lanes: int, blocks: int, data) -> None:
+    tiles, ways = Tiling(32, 128, lanes, blocks), st.lists(st.integers(1, MAX_PIECES), min_size=len(costs))
+    counts = [data.draw(ways)[: len(costs)] for _ in range(3)]
+    lengths = [[-(-cost // n) for cost, n in zip(costs, way, strict=True)] for way in counts]
+    each = [finish(np.repeat(*row), tiles) for row in zip(lengths, counts, strict=True)]
+    assert finishes(np.array(lengths), np.array(counts), tiles).tolist() == each
 
 
 @given(costs=costs, lanes=st.integers(1, 40), blocks=st.sampled_from([78, 132]))
@@ -200,7 +208,7 @@ def test_the_estimate_is_near_what_longest_first_takes(costs, lanes: int, blocks
     busy = np.zeros(blocks)
     for length in sorted(costs * lanes, reverse=True):
         busy[busy.argmin()] += length
-    estimate = finish(np.array([costs]), tiles, 1)[0]
+    estimate = finish(np.array(costs), tiles)
     assert busy.max() * (1 - 1e-9) <= 4 / 3 * estimate <= 4 / 3 * busy.max() * (1 + 1e-9)
 
 

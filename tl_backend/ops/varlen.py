@@ -18,7 +18,7 @@ from tl_backend.ops.checks import (
     require,
 )
 from tl_backend.ops.layer import Layer, make_layer
-from tl_backend.ops.plan import AttentionPlan, AttentionWorkspace, plan_attention
+from tl_backend.ops.plan import AttentionPlan, plan_attention
 from tl_backend.ops.step_checks import (
     check_asked,
     check_extras,
@@ -28,6 +28,7 @@ from tl_backend.ops.step_checks import (
     checked_starts,
     refuse_what_is_not_there,
 )
+from tl_backend.ops.workspace import AttentionWorkspace
 from tl_backend.problem import AttentionProblem
 
 

@@ -165,7 +165,7 @@ def split(cost: np.ndarray, tiles: Tiling) -> np.ndarray | None:
     # Longest first, no block is busy for more than the average and the longest item.
     if int(cost.max()) + ITEM_TILES <= (EVEN - 1) * average:
         return None
-    whole = finish((cost + ITEM_TILES)[None], tiles, 1)[0]
+    whole = finish(cost + ITEM_TILES, tiles)
     if whole <= EVEN * average:
         return None
     shares = np.maximum(SHARES * average, MIN_TILES)[:, None]
@@ -174,32 +174,52 @@ def split(cost: np.ndarray, tiles: Tiling) -> np.ndarray | None:
     pieces = pieces[(cut > 0) & (cut <= tiles.max_pieces)]
     if len(pieces) == 0:
         return None
-    found = finish(-(-cost // pieces) + ITEM_TILES, tiles, pieces) + COMBINE_TILES
+    found = finishes(-(-cost // pieces) + ITEM_TILES, pieces, tiles) + COMBINE_TILES
     best = int(found.argmin())
     chosen: np.ndarray = pieces[best]
     return chosen if found[best] < whole else None
 
 
-def finish(lengths: np.ndarray, tiles: Tiling, counts: np.ndarray | int) -> np.ndarray:
-    """Estimates of when the last block is ready, which take the longest item that is left, in KV tiles: ``[P]``.
+def finish(lengths: np.ndarray, tiles: Tiling) -> float:
+    """An estimate of when the last block is ready, which take the longest item that is left, in KV tiles.
 
     Of the k * blocks + 1 longest some block has k + 1, each as long as the last of them; and none is ready before the
     average. Both are lower bounds, which longest-first comes close to.
 
     Args:
-        lengths: of each lane's items, ``[P, N]``: P ways to cut them.
-        counts: of items that have it, at most ``MAX_PIECES``, ``[P, N]``.
+        lengths: of each lane's items.
+    """
+    lasts = -np.sort(-lengths)[_ranks(len(lengths), tiles)]
+    stacked = lasts * np.arange(1, len(lasts) + 1)
+    return max(float(lengths.sum()) * tiles.lanes / tiles.blocks, float(stacked.max()))
+
+
+def finishes(lengths: np.ndarray, counts: np.ndarray, tiles: Tiling) -> np.ndarray:
+    """``finish`` of each of several ways to cut the same tiles, ``[P]``.
+
+    Args:
+        lengths: ``[P, N]``.
+        counts: how many items of each length a lane has, at most ``MAX_PIECES``, ``[P, N]``.
     """
     # Lengths and counts are sorted as one number: a sort of one and a look-up of the other would take twice as long.
     longest_first = -np.sort(-(lengths << COUNT_BITS | counts), axis=1)
     ends = (longest_first & (1 << COUNT_BITS) - 1).cumsum(axis=1)
     totals = ends[:, -1:]
     most = int(totals.max())
-    ranks = np.arange(0, most * tiles.lanes, tiles.blocks) // tiles.lanes
+    ranks = _ranks(most, tiles)
     # Rows follow one another, so that one search finds the item of each rank in each of them.
     row_starts = np.arange(len(ends))[:, None] * (most + 1)
-    places = (ends + row_starts).ravel().searchsorted((ranks + row_starts).ravel(), side="right").reshape(-1, len(ranks))
+    places = (
+        (ends + row_starts).ravel().searchsorted((ranks + row_starts).ravel(), side="right").reshape(-1, len(ranks))
+    )
     lasts = longest_first.ravel().take(places, mode="clip") >> COUNT_BITS
     stacked = lasts * np.arange(1, len(ranks) + 1) * (ranks < totals)
     average: np.ndarray = (lengths * counts).sum(axis=1) * tiles.lanes / tiles.blocks
-    return np.maximum(average, stacked.max(axis=1))
+    latest: np.ndarray = np.maximum(average, stacked.max(axis=1))
+    return latest
+
+
+def _ranks(num_items: int, tiles: Tiling) -> np.ndarray:
+    """Which of a lane's items, by length, is the k * blocks + 1 longest of all lanes', for each k."""
+    ranks: np.ndarray = np.arange(0, num_items * tiles.lanes, tiles.blocks) // tiles.lanes
+    return ranks
