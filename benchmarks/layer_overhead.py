@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import vllm
 
 from tl_backend import ops
 from tl_backend.device import DeviceSpec
@@ -232,7 +233,8 @@ def main(words: list[str] | None = None) -> None:
         print(line(rows[-1]), flush=True)
     if arguments.out is not None:
         written = [dataclasses.asdict(row) for row in rows]
-        write_results(arguments.out, {"environment": environment(device), "layers": LAYERS, "rows": written})
+        of = {"environment": environment(device), "layers": LAYERS, "peer": f"FLASH_ATTN of vLLM {vllm.__version__}"}
+        write_results(arguments.out, {**of, "rows": written})
 
 
 if __name__ == "__main__":
