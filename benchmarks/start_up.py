@@ -1,9 +1,10 @@
 """Seconds until ``vllm serve`` is ready, with empty caches and again with what the first start left, by backend.
 
-Run ``python -m benchmarks.start_up --out FILE.json [--models llama-8b] [--eager]`` where vLLM is installed; ``--device cpu``
-tries the program itself with a tiny model. Each backend has caches of its own, of vLLM, torch, Triton and this package.
-Once ready, a server answers prompts of many lengths: what compiles then is counted, and has to be nothing. With
-compiled graphs vLLM itself watches for it (``--jit-monitor-mode=error``); ``--enforce-eager`` turns that off.
+Run ``python -m benchmarks.start_up --out FILE.json [--models llama-8b] [--eager]`` where vLLM is installed;
+``--device cpu`` tries the program itself with a tiny model. Each backend has caches of its own, of vLLM, torch, Triton
+and this package. Once ready, a server answers prompts of many lengths: what compiles then is counted, and has to be
+nothing. With compiled graphs vLLM itself watches for it (``--jit-monitor-mode=error``); ``--enforce-eager`` turns that
+off.
 """
 
 from __future__ import annotations
@@ -62,15 +63,9 @@ def server_arguments(options: argparse.Namespace) -> list[str]:
     longest = str(max(lengths(options)) + 16)
     if options.device == "cpu":
         return ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", longest]
-    found = [
-        "--load-format",
-        "dummy",
-        "--skip-tokenizer-init",
-        "--max-model-len",
-        longest,
-        "--no-enable-prefix-caching",
-    ]
-    return [*found, "--enforce-eager"] if options.eager else [*found, "--jit-monitor-mode", "error"]
+    watched = ["--enforce-eager"] if options.eager else ["--jit-monitor-mode", "error"]
+    dummy = ["--load-format", "dummy", "--skip-tokenizer-init", "--no-enable-prefix-caching"]
+    return [*dummy, "--max-model-len", longest, *watched]
 
 
 def lengths(options: argparse.Namespace) -> tuple[int, ...]:
@@ -85,7 +80,7 @@ def start(model: Path, backend: str, options: argparse.Namespace, folder: Path, 
     on_cpu = options.device == "cpu"
     if on_cpu:
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1"} | ({"TL_BACKEND_CPU": "1"} if backend == OURS else {})
-    name = None if on_cpu and backend != OURS else backend.lower() if backend == OURS else backend
+    name = None if on_cpu and backend != OURS else backend.lower()
     log = folder / "log.txt"
     with VllmServer(model, backend=name, env=env, args=server_arguments(options), log_path=log) as server:
         row: dict[str, Any] = {"ready_s": round(server.wait_healthy(timeout=options.timeout), 1)}
