@@ -1,11 +1,15 @@
-"""Varlen prefill over a paged cache for Hopper: warp-specialised, on persistent blocks.
+"""Varlen prefill over a paged cache for Hopper: warp-specialised, on persistent blocks. The kernel's frame.
 
-One block a multiprocessor takes items (a tile of query tokens of one request, and a lane: the query heads of one kv
-head that share the tile) until none is left. One warp of the producer takes the items and loads Q and K, one loads V,
-all by TMA; consumers of 64 rows each compute (``kernels/prefill_hopper_rows.py``). Where the cache holds 8-bit floats,
-a converter stands between the two (``kernels/prefill_hopper_fp8.py``).
+Its arguments, what lies in shared memory, the barriers, and which threads have which role. One block a multiprocessor
+takes items until none is left. Each role has its file:
 
-Legend: T query rows, H query heads, HK kv heads, D head size, R requests, W work items.
+- ``prefill_hopper_scheduler``: the warp that takes items, leaves a note of each (``prefill_notes``), loads Q and K
+- ``prefill_hopper_values``: the warp that loads V; how either fetches a tile: ``prefill_hopper_load``
+- ``prefill_hopper_fp8``: the converter, between those two and the consumers, where the cache holds 8-bit floats
+- ``prefill_hopper_consumer``: a warpgroup that computes 64 rows
+
+Legend: T query rows, H query heads, HK kv heads, D head size, R requests, W work items, S slots of a ring, M rows of a
+tile, N keys of a KV tile.
 """
 
 from typing import Any
@@ -13,39 +17,14 @@ from typing import Any
 import tilelang
 import tilelang.language as T
 
-from tl_backend.configs.prefill_hopper import (
-    NOTE_NUMBERS,
-    PIECE_BITS,
-    WARP,
-    WARPGROUP,
-    HopperPrefillConfig,
-    swizzled_columns,
-)
-from tl_backend.configs.tile import ELEMENT_BYTES
+from tl_backend.configs.prefill_hopper import NOTE_NUMBERS, WARP, WARPGROUP, HopperPrefillConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
-from tl_backend.kernels.hopper import arrive_warp, heads_box, pages_box
 from tl_backend.kernels.prefill_hopper_fp8 import HELPERS, VALUE_DTYPE, converter_program
 from tl_backend.kernels.prefill_hopper_rows import consumer_program
-from tl_backend.kernels.prefill_notes import (
-    FIRST_HEAD,
-    FIRST_KEY,
-    FIRST_LIMIT,
-    FIRST_ROW,
-    FIRST_TILE,
-    LAST_PAGE,
-    NUM_TILES,
-    NUM_TOKENS,
-    PIECE,
-    PIECES,
-    REQUEST,
-    SEQ_LEN,
-    SLOT,
-)
+from tl_backend.kernels.prefill_hopper_scheduler import lanes_of, scheduler_program
+from tl_backend.kernels.prefill_hopper_values import values_program
 from tl_backend.kernels.tile import ACCUM
 from tl_backend.problem import AttentionProblem
-
-# Below every limit that a tile of keys is compared with: nothing is visible.
-NOWHERE = -(2**30)
 
 
 def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, dialect: Dialect) -> Any:
@@ -59,64 +38,19 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
     Pieces of a tile that is split write float32 partial_o ``[>= slot + tokens * pieces, H, D]`` and partial_lse (base
     2), at rows slot + token * pieces + piece, for a combine.
     """
-    block_n, num_stages, q_stages = config.block_n, config.num_stages, config.q_stages
-    dtype, head_dim, page_size = problem.dtype, problem.head_dim, problem.page_size
-    num_heads, num_kv_heads, group = problem.num_q_heads, problem.num_kv_heads, problem.group_size
-    heads, tokens, block_m = config.heads_per_tile, config.tokens_per_tile, config.block_m
-    tokens_each = config.tokens_per_warpgroup
-    lanes = num_kv_heads * config.head_tiles(problem)
-    window, causal = problem.window, problem.causal
-    columns = swizzled_columns(head_dim)
-    num_columns = head_dim // columns
-    box_rows, copies = config.box_rows(problem), config.copies(problem)
+    block_m, block_n, num_stages, q_stages = config.block_m, config.block_n, config.num_stages, config.q_stages
+    dtype, head_dim, num_heads = problem.dtype, problem.head_dim, problem.num_q_heads
+    lanes = lanes_of(problem, config)
     consumers = WARPGROUP * config.warpgroups
     consumer_warps = 4 * config.warpgroups
     producer_registers = config.role_registers[1]
     sinks_dtype = problem.sinks_dtype or ACCUM
-    quantized, converter_warps = problem.is_quantized, config.converter_warps
-    consume = consumer_program(problem, config)
-    convert = converter_program(problem, config) if quantized else None
-    # Of the tiles as TMA fetches them.
-    stored_dtype, stored_bytes = ("uint8", 1) if quantized else (dtype, ELEMENT_BYTES[dtype])
-    stored_columns, stored_stages = (head_dim, config.narrow_stages) if quantized else (columns, num_stages)
-    stored_across = head_dim // stored_columns
+    quantized, converter_warps, narrow_stages = problem.is_quantized, config.converter_warps, config.narrow_stages
     first_converter = config.threads - WARP * converter_warps
-    vectors = head_dim // 8
-
-    @T.macro
-    def load_tile(KV, num_blocks, strides, tile_SND, stage, ready, index, lane, column, key0, kv_head, page):
-        if lane == 0:
-            T.mbarrier_arrive_expect_tx(ready[index], block_n * head_dim * stored_bytes)
-        T.sync_warp()
-        # Each lane's box: rows of one page, some columns.
-        if lane < copies:
-            T.tma_load(
-                pages_box(KV, stored_dtype, head_dim, (num_blocks, num_kv_heads, page_size), strides, box_rows),
-                ready[index],
-                T.access_ptr(
-                    tile_SND[stage, lane // stored_across * box_rows, lane % stored_across * stored_columns], "w"
-                ),
-                column + lane % stored_across * stored_columns,
-                (key0 + lane // stored_across * box_rows) % page_size if page_size > box_rows else 0,
-                kv_head,
-                page,
-                0,
-            )
-
-    @T.macro
-    def clear_rows(tile_SND, stage, lane, begin, end):
-        for step in T.serial(T.ceildiv((end - begin) * vectors, WARP)):
-            if step * WARP + lane < (end - begin) * vectors:
-                for element in T.vectorized(8):
-                    tile_SND[
-                        stage,
-                        begin + (step * WARP + lane) // vectors,
-                        (step * WARP + lane) % vectors * 8 + element,
-                    ] = 0
-
-    def first_visible(first_limit):
-        """The first key that some query of the tile sees."""
-        return T.max(first_limit - (window - 1), 0) if window is not None else 0
+    schedule = scheduler_program(problem, config)
+    load_values = values_program(problem, config)
+    convert = converter_program(problem, config) if quantized else None
+    consume = consumer_program(problem, config)
 
     @T.prim_func
     def prefill_hopper_kernel(
@@ -170,7 +104,7 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
             notes = T.alloc_shared([q_stages, NOTE_NUMBERS], "int32")
             T.annotate_layout({tile: tilelang.layout.make_swizzled_layout(tile) for tile in (q_SMD, k_SND, v_SND)})
             q_ready = T.alloc_barrier([1] * q_stages)
-            # The V warp reads the note, too, and so do the converter's.
+            # Who reads the note: the consumers, the warp of V, the converter.
             q_free = T.alloc_barrier([consumer_warps + 1 + converter_warps] * q_stages)
             k_ready = T.alloc_barrier([converter_warps if quantized else 1] * num_stages)
             k_free = T.alloc_barrier([consumer_warps] * num_stages)
@@ -179,212 +113,31 @@ def prefill_hopper(problem: AttentionProblem, config: HopperPrefillConfig, diale
             v_there = T.alloc_barrier([1])
             if quantized:
                 T.import_source(HELPERS)
-                narrow_k_SND = T.alloc_shared([stored_stages, block_n, head_dim], "uint8")
-                narrow_v_SND = T.alloc_shared([stored_stages, block_n, head_dim], "uint8")
-                k_landed = T.alloc_barrier([1] * stored_stages)
-                k_taken = T.alloc_barrier([converter_warps] * stored_stages)
-                v_landed = T.alloc_barrier([1] * stored_stages)
-                v_taken = T.alloc_barrier([converter_warps] * stored_stages)
+                narrow_k_SND = T.alloc_shared([narrow_stages, block_n, head_dim], "uint8")
+                narrow_v_SND = T.alloc_shared([narrow_stages, block_n, head_dim], "uint8")
+                k_landed = T.alloc_barrier([1] * narrow_stages)
+                k_taken = T.alloc_barrier([converter_warps] * narrow_stages)
+                v_landed = T.alloc_barrier([1] * narrow_stages)
+                v_taken = T.alloc_barrier([converter_warps] * narrow_stages)
             thread = T.get_thread_binding()
 
             if thread >= consumers:
                 T.set_max_nreg(producer_registers, 0)
             if thread >= consumers and thread < consumers + WARP:
-                lane = thread - consumers
-                done = T.alloc_var("int32", init=0)  # KV tiles.
-                turn = T.alloc_var("int32", init=0)
-                slot_q = T.alloc_var("int32", init=0)
-                item = T.alloc_var("int32", init=0)
-                request = T.alloc_var("int32")
-                token0 = T.alloc_var("int32")
-                first_head = T.alloc_var("int32")
-                query_len = T.alloc_var("int32")
-                seq_len = T.alloc_var("int32")
-                limit = T.alloc_var("int32")
-                begin = T.alloc_var("int32")
-                end = T.alloc_var("int32")
-                tiles = T.alloc_var("int32")
-                piece = T.alloc_var("int32")
-                pieces = T.alloc_var("int32")
-                first_page = T.alloc_var("int32")
-                last_page = T.alloc_var("int32")
-                page = T.alloc_var("int32", init=0)
-                at_work = T.alloc_var("int32", init=1)
-                item = block
-                while at_work > 0:
-                    slot_q = turn % q_stages
-                    T.mbarrier_wait_parity(q_free[slot_q], turn // q_stages % 2 ^ 1)
-                    if item < num_work * lanes:
-                        request = work[item // lanes * 4]
-                        token0 = work[item // lanes * 4 + 1]
-                        piece = work[item // lanes * 4 + 2] % (1 << PIECE_BITS)
-                        pieces = work[item // lanes * 4 + 2] // (1 << PIECE_BITS)
-                        first_head = (item % lanes) * heads
-                        query_len = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
-                        # vLLM's dummy runs ask for longer sequences than their block table holds.
-                        seq_len = T.min(seq_lens[request], max_blocks * page_size)
-                        if causal:
-                            limit = seq_len - query_len + token0
-                            end = T.min(limit + tokens, seq_len)
-                        else:
-                            limit = seq_len - 1
-                            end = seq_len
-                        begin = first_visible(limit) // block_n
-                        tiles = T.max(T.ceildiv(end, block_n) - begin, 0)
-                        end = begin + tiles * (piece + 1) // pieces
-                        begin = begin + tiles * piece // pieces
-                        tiles = end - begin
-                        first_page = first_visible(limit) // page_size
-                        last_page = T.max((seq_len - 1) // page_size, 0)
-                        if tiles < 1:
-                            # A piece or a sequence without keys: one tile that nobody sees.
-                            tiles = 1
-                            limit = NOWHERE
-                        if lane == 0:
-                            notes[slot_q, NUM_TILES] = tiles
-                            notes[slot_q, FIRST_TILE] = begin
-                            notes[slot_q, FIRST_LIMIT] = limit
-                            notes[slot_q, FIRST_ROW] = cu_seqlens_q[request] + token0
-                            notes[slot_q, NUM_TOKENS] = query_len - token0
-                            notes[slot_q, FIRST_HEAD] = first_head
-                            notes[slot_q, REQUEST] = request
-                            notes[slot_q, FIRST_KEY] = first_visible(limit)
-                            notes[slot_q, SEQ_LEN] = seq_len
-                            notes[slot_q, LAST_PAGE] = last_page
-                            notes[slot_q, PIECE] = piece
-                            notes[slot_q, PIECES] = pieces
-                            notes[slot_q, SLOT] = work[item // lanes * 4 + 3]
-                            T.mbarrier_arrive_expect_tx(
-                                q_ready[slot_q],
-                                config.warpgroups * tokens_each * heads * head_dim * ELEMENT_BYTES[dtype],
-                            )
-                        T.sync_warp()
-                        if lane < config.warpgroups * num_columns:
-                            T.tma_load(
-                                heads_box(
-                                    Q, dtype, head_dim, num_heads, num_rows, (q_stride_t, q_stride_h),
-                                    heads, tokens_each,
-                                ),
-                                q_ready[slot_q],
-                                T.access_ptr(
-                                    q_SMD[slot_q, lane // num_columns * 64, lane % num_columns * columns], "w"
-                                ),
-                                lane % num_columns * columns,
-                                first_head,
-                                cu_seqlens_q[request] + token0 + lane // num_columns * tokens_each,
-                                0,
-                            )  # fmt: skip
-                        for tile in T.serial(tiles):
-                            if lane < copies:
-                                page = block_table[
-                                    request,
-                                    T.max(
-                                        T.min(
-                                            ((begin + tile) * block_n + lane // stored_across * box_rows) // page_size,
-                                            last_page,
-                                        ),
-                                        first_page,
-                                    ),
-                                ]
-                            T.mbarrier_wait_parity(
-                                (k_taken if quantized else k_free)[(done + tile) % stored_stages],
-                                (done + tile) // stored_stages % 2 ^ 1,
-                            )
-                            load_tile(
-                                KV, num_blocks, (k_stride_b, k_stride_h, k_stride_s),
-                                narrow_k_SND if quantized else k_SND, (done + tile) % stored_stages,
-                                k_landed if quantized else k_ready, (done + tile) % stored_stages,
-                                lane, 0, (begin + tile) * block_n, first_head // group, page,
-                            )  # fmt: skip
-                        done = done + tiles
-                        turn = turn + 1
-                        if lane == 0:
-                            item = T.atomic_add(counter[0], 1, return_prev=True)
-                            # As many items are taken here as there are.
-                            if item == num_work * lanes - 1:
-                                counter[0] = 0
-                            item = item + T.min(num_work * lanes, dialect.device.multiprocessors)
-                        item = T.shfl_sync(item, 0)
-                    else:
-                        at_work = 0
-                        if lane == 0:
-                            notes[slot_q, NUM_TILES] = 0
-                            T.mbarrier_arrive(q_ready[slot_q])
+                schedule(
+                    thread - consumers, block, T.min(num_work * lanes, dialect.device.multiprocessors), notes,
+                    Q, num_rows, (q_stride_t, q_stride_h),
+                    KV, num_blocks, (k_stride_b, k_stride_h, k_stride_s), block_table, max_blocks,
+                    cu_seqlens_q, seq_lens, work, num_work, counter,
+                    q_SMD, narrow_k_SND if quantized else k_SND, q_ready, q_free,
+                    k_landed if quantized else k_ready, k_taken if quantized else k_free,
+                )  # fmt: skip
             if thread >= consumers + WARP and thread < consumers + 2 * WARP:
-                v_lane = thread - consumers - WARP
-                v_done = T.alloc_var("int32", init=0)
-                v_turn = T.alloc_var("int32", init=0)
-                v_slot_q = T.alloc_var("int32", init=0)
-                v_request = T.alloc_var("int32")
-                v_first_key = T.alloc_var("int32")
-                v_seq_len = T.alloc_var("int32")
-                v_last_page = T.alloc_var("int32")
-                v_head = T.alloc_var("int32")
-                v_begin = T.alloc_var("int32")
-                v_page = T.alloc_var("int32", init=0)
-                v_tiles = T.alloc_var("int32", init=1)
-                v_key0 = T.alloc_var("int32")
-                cleared = T.alloc_var("int32", init=0)  # Tiles that had rows to clear.
-                while v_tiles > 0:
-                    v_slot_q = v_turn % q_stages
-                    T.mbarrier_wait_parity(q_ready[v_slot_q], v_turn // q_stages % 2)
-                    v_tiles = notes[v_slot_q, NUM_TILES]
-                    if v_tiles > 0:
-                        v_begin = notes[v_slot_q, FIRST_TILE]
-                        v_request = notes[v_slot_q, REQUEST]
-                        v_head = notes[v_slot_q, FIRST_HEAD] // group
-                        v_first_key = notes[v_slot_q, FIRST_KEY]
-                        v_seq_len = notes[v_slot_q, SEQ_LEN]
-                        v_last_page = notes[v_slot_q, LAST_PAGE]
-                        arrive_warp(q_free, v_slot_q)
-                        for tile in T.serial(v_tiles):
-                            v_key0 = (v_begin + tile) * block_n
-                            if v_lane < copies:
-                                v_page = block_table[
-                                    v_request,
-                                    T.max(
-                                        T.min((v_key0 + v_lane // stored_across * box_rows) // page_size, v_last_page),
-                                        v_first_key // page_size,
-                                    ),
-                                ]
-                            T.mbarrier_wait_parity(
-                                (v_taken if quantized else v_free)[(v_done + tile) % stored_stages],
-                                (v_done + tile) // stored_stages % 2 ^ 1,
-                            )
-                            if quantized:
-                                load_tile(
-                                    KV, num_blocks, (k_stride_b, k_stride_h, k_stride_s), narrow_v_SND,
-                                    (v_done + tile) % stored_stages, v_landed, (v_done + tile) % stored_stages,
-                                    v_lane, head_dim, v_key0, v_head, v_page,
-                                )  # fmt: skip
-                            elif v_key0 + block_n <= v_seq_len and v_key0 >= v_first_key:
-                                load_tile(
-                                    KV, num_blocks, (k_stride_b, k_stride_h, k_stride_s), v_SND,
-                                    (v_done + tile) % num_stages, v_ready, (v_done + tile) % num_stages,
-                                    v_lane, head_dim, v_key0, v_head, v_page,
-                                )  # fmt: skip
-                            else:
-                                # Values outside the sequence or the window may be NaN, which a weight of 0 would keep.
-                                load_tile(
-                                    KV, num_blocks, (k_stride_b, k_stride_h, k_stride_s), v_SND,
-                                    (v_done + tile) % num_stages, v_there, 0,
-                                    v_lane, head_dim, v_key0, v_head, v_page,
-                                )  # fmt: skip
-                                T.mbarrier_wait_parity(v_there[0], cleared % 2)
-                                cleared = cleared + 1
-                                clear_rows(
-                                    v_SND, (v_done + tile) % num_stages, v_lane,
-                                    T.max(T.min(v_seq_len - v_key0, block_n), 0), block_n,
-                                )  # fmt: skip
-                                if window is not None:
-                                    clear_rows(
-                                        v_SND, (v_done + tile) % num_stages, v_lane,
-                                        0, T.min(T.max(v_first_key - v_key0, 0), block_n),
-                                    )  # fmt: skip
-                                T.fence_proxy_async()
-                                arrive_warp(v_ready, (v_done + tile) % num_stages)
-                        v_done = v_done + v_tiles
-                        v_turn = v_turn + 1
+                load_values(
+                    thread - consumers - WARP, notes, KV, num_blocks, (k_stride_b, k_stride_h, k_stride_s), block_table,
+                    narrow_v_SND if quantized else v_SND, q_ready, q_free,
+                    v_landed if quantized else v_ready, v_taken if quantized else v_free, v_there,
+                )  # fmt: skip
             if quantized:
                 if thread >= first_converter:
                     convert(
