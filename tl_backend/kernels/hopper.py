@@ -18,6 +18,8 @@ _DATA_TYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}
 _SWIZZLES = {64: 3, 32: 2}
 _NO_SWIZZLE = 0
 _L2_PROMOTION_256B = 2
+# Named barriers of a block: 1, 2, 3 pass the turn to a consumer, 4, 5, 6 are a consumer's own.
+TURN, OWN = 1, 4
 
 
 def heads_box(tensor: Any, dtype: str, head_dim: int, num_heads: int, rows: Any, strides: Any, heads: int, tokens: int):

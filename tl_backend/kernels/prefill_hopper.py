@@ -3,10 +3,14 @@
 Its arguments, what lies in shared memory, the barriers, and which threads have which role. One block a multiprocessor
 takes items until none is left. Each role has its file:
 
-- ``prefill_hopper_scheduler``: the warp that takes items, leaves a note of each (``prefill_notes``), loads Q and K
-- ``prefill_hopper_values``: the warp that loads V; how either fetches a tile: ``prefill_hopper_load``
+- ``prefill_hopper_scheduler``: the warp that takes items, leaves a note of each and loads Q and K
+- ``prefill_hopper_values``: the warp that loads V
 - ``prefill_hopper_fp8``: the converter, between those two and the consumers, where the cache holds 8-bit floats
-- ``prefill_hopper_consumer``: a warpgroup that computes 64 rows
+- ``prefill_hopper_consumer``: a warpgroup's walk over the KV tiles of its 64 rows; ``prefill_hopper_softmax`` has the
+  arithmetic, ``prefill_hopper_epilogue`` what follows the last tile, ``prefill_hopper_rows`` what a row stands for
+
+What roles share: ``prefill_hopper_load`` fetches a tile of K or V, ``prefill_hopper_notes`` says what a note holds, and
+``hopper`` has the constructs.
 
 Legend: T query rows, H query heads, HK kv heads, D head size, R requests, W work items, S slots of a ring, M rows of a
 tile, N keys of a KV tile.
@@ -19,8 +23,8 @@ import tilelang.language as T
 
 from tl_backend.configs.prefill_hopper import NOTE_NUMBERS, WARP, WARPGROUP, HopperPrefillConfig
 from tl_backend.kernels.dialect import Dialect, rows, vector
+from tl_backend.kernels.prefill_hopper_consumer import consumer_program
 from tl_backend.kernels.prefill_hopper_fp8 import HELPERS, VALUE_DTYPE, converter_program
-from tl_backend.kernels.prefill_hopper_rows import consumer_program
 from tl_backend.kernels.prefill_hopper_scheduler import lanes_of, scheduler_program
 from tl_backend.kernels.prefill_hopper_values import values_program
 from tl_backend.kernels.tile import ACCUM

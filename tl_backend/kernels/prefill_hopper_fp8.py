@@ -3,7 +3,8 @@
 The converter is a warpgroup of its own, or two warps that the producer has left. What WGMMA reads is what a cache of 16
 bits has: keys of the queries' type, values of float16, which holds every 8-bit float exactly and is the cheapest to
 make: one instruction for two elements, where bfloat16 takes four. The weights that meet the values are float16, too:
-none is above 2^8.
+none is above 2^8. Who fetches the tiles is in ``kernels/prefill_hopper_scheduler.py`` and
+``kernels/prefill_hopper_values.py``, who reads what is made of them in ``kernels/prefill_hopper_consumer.py``.
 
 Legend: S slots of a ring, N keys of a KV tile, D head size.
 """
@@ -19,7 +20,7 @@ from tl_backend.configs.prefill_hopper import (
     converted_keys,
 )
 from tl_backend.kernels.hopper import arrive_warp
-from tl_backend.kernels.prefill_notes import FIRST_KEY, FIRST_TILE, NUM_TILES, SEQ_LEN
+from tl_backend.kernels.prefill_hopper_notes import FIRST_KEY, FIRST_TILE, NUM_TILES, SEQ_LEN
 from tl_backend.problem import AttentionProblem
 
 VALUE_DTYPE = "float16"

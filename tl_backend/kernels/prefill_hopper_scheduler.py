@@ -1,7 +1,8 @@
 """The warp of Hopper's prefill that takes items, leaves a note of each, and loads Q and K.
 
 An item is a tile of query tokens of one request, and a lane: the query heads of one kv head that share the tile. Each
-block begins with the item of its own number, and takes the next by a counter. Who reads the notes: the warp of V
+block begins with the item of its own number, and takes the next ones by a counter. Its piece of the KV tiles, and which
+keys are visible, are worked out here. Who reads the notes (``kernels/prefill_hopper_notes.py``): the warp that loads V
 (``kernels/prefill_hopper_values.py``), the converter of 8-bit caches (``kernels/prefill_hopper_fp8.py``) and the
 consumers (``kernels/prefill_hopper_consumer.py``).
 
@@ -16,7 +17,7 @@ from tl_backend.configs.prefill_hopper import PIECE_BITS, WARPGROUP_ROWS, Hopper
 from tl_backend.configs.tile import ELEMENT_BYTES
 from tl_backend.kernels.hopper import heads_box
 from tl_backend.kernels.prefill_hopper_load import load_program
-from tl_backend.kernels.prefill_notes import (
+from tl_backend.kernels.prefill_hopper_notes import (
     FIRST_HEAD,
     FIRST_KEY,
     FIRST_LIMIT,

@@ -13,7 +13,15 @@ import tilelang.language as T
 from tl_backend.configs.prefill_hopper import WARP, HopperPrefillConfig
 from tl_backend.kernels.hopper import arrive_warp
 from tl_backend.kernels.prefill_hopper_load import load_program
-from tl_backend.kernels.prefill_notes import FIRST_HEAD, FIRST_KEY, FIRST_TILE, LAST_PAGE, NUM_TILES, REQUEST, SEQ_LEN
+from tl_backend.kernels.prefill_hopper_notes import (
+    FIRST_HEAD,
+    FIRST_KEY,
+    FIRST_TILE,
+    LAST_PAGE,
+    NUM_TILES,
+    REQUEST,
+    SEQ_LEN,
+)
 from tl_backend.problem import AttentionProblem
 
 

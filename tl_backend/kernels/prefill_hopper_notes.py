@@ -1,4 +1,7 @@
-"""The note that Hopper's producer leaves with each tile of queries: which number of it says what."""
+"""The note that the scheduler of Hopper's prefill leaves with each tile of queries: which number of it says what.
+
+Written in ``kernels/prefill_hopper_scheduler.py``; the warp of V, the converter and the consumers read it.
+"""
 
 # Of an item, int32 each. KV tiles count from key 0; a note of no tiles says that no more items come.
 (
