@@ -26,7 +26,9 @@ from tl_backend.ops.prepare import required_kernels
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import Case, make_batch, make_problem
-from tl_backend.testing.poison import TOLERANCES, check_attention, forced_splits, num_different, relative_rms
+from tl_backend.testing.poison import check_attention
+from tl_backend.testing.poison_judge import TOLERANCES, num_different, relative_rms
+from tl_backend.testing.poison_run import forced_splits
 
 
 def extremes(dtype: str) -> list[Extreme]:

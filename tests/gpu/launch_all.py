@@ -38,7 +38,8 @@ from tl_backend.ops.reference import (
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry.launches import counts
 from tl_backend.testing.cases import GARBAGE, Case, make_batch, make_problem
-from tl_backend.testing.poison import TOLERANCES, features_of, forced_splits, num_different, relative_rms
+from tl_backend.testing.poison_judge import TOLERANCES, num_different, relative_rms
+from tl_backend.testing.poison_run import features_of, forced_splits
 
 CPU = torch.device("cpu")
 FP8, BF16, FP16 = "float8_e4m3fn", "bfloat16", "float16"

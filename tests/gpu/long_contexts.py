@@ -15,13 +15,9 @@ from tl_backend.ops import AttentionWorkspace, paged_attention, plan_attention
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import Case, make_batch, make_problem
-from tl_backend.testing.poison import (
-    TOLERANCES,
-    check_attention,
-    features_of,
-    forced_splits,
-    relative_rms,
-)
+from tl_backend.testing.poison import check_attention
+from tl_backend.testing.poison_judge import TOLERANCES, relative_rms
+from tl_backend.testing.poison_run import features_of, forced_splits
 
 INT32_LIMIT = 2**31
 ALIBI_KEYS = 32768

@@ -10,7 +10,7 @@ from tl_backend.ops.reference import varlen_attention_reference
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import make_problem
 from tl_backend.testing.invariance import check_batch_invariance
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 
 
 def property_extremes(dtype: str) -> list[Extreme]:

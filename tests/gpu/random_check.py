@@ -28,19 +28,15 @@ from tl_backend.ops.prepare import required_kernels
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
 from tl_backend.testing.cases import Batch, make_batch
-from tl_backend.testing.poison import (
+from tl_backend.testing.poison_judge import (
     TOLERANCES,
-    Attention,
     PoisonError,
     check_same_bits,
-    features_of,
     judge,
-    make_plan,
     num_different,
-    reference,
-    run_poisoned,
     worst_request,
 )
+from tl_backend.testing.poison_run import Attention, features_of, make_plan, reference, run_poisoned
 
 FAMILIES = ("candidate", "portable")
 NUM_STREAMS = 3

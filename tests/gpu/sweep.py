@@ -34,7 +34,8 @@ from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.prepare import load_kernels
 from tl_backend.telemetry.launches import counts
 from tl_backend.testing.contiguous import check_varlen
-from tl_backend.testing.poison import TOLERANCES, check_attention
+from tl_backend.testing.poison import check_attention
+from tl_backend.testing.poison_judge import TOLERANCES
 from tl_backend.testing.poison_writes import check_cache_write
 from tl_backend.testing.problems import Work, cpu_work, gpu_work, name
 from tl_backend.testing.views import KV_LAYOUTS

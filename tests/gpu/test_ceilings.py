@@ -9,7 +9,7 @@ from tl_backend.device import DeviceSpec
 from tl_backend.measure.ceilings import TOLERANCE, ceilings
 from tl_backend.ops.copy import copy
 from tl_backend.ops.gemm import gemm
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda")

@@ -156,9 +156,9 @@ def test_a_family_that_the_device_has_nothing_of_is_refused(capsys: pytest.Captu
 
 
 def test_a_miss_is_counted_and_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from tl_backend.testing import poison
+    from tl_backend.testing import poison_judge
 
-    monkeypatch.setitem(poison.TOLERANCES, "float32", 1e-12)
+    monkeypatch.setitem(poison_judge.TOLERANCES, "float32", 1e-12)
     monkeypatch.setattr("tests.gpu.sweep.load_kernels", lambda *args, **kwargs: {})
     out = tmp_path / "rows.json"
     assert main(["--device", "cpu", "--only", "D48", "--out", str(out)]) == 1

@@ -10,7 +10,7 @@ from tl_backend.measure import answers
 from tl_backend.measure.answers import Answers
 from tl_backend.measure.workload import Batch, Workload
 from tl_backend.testing.cases import make_problem
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 
 CPU = torch.device("cpu")
 LENS = {"query_lens": (1, 40, 7), "seq_lens": (90, 40, 65)}

@@ -13,7 +13,9 @@ from tl_backend.ops import AttentionWorkspace, paged_attention
 from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.telemetry import launches
 from tl_backend.testing.cases import Batch, Case, make_batch, make_problem
-from tl_backend.testing.poison import check_attention, forced_splits, make_plan, num_different, relative_rms
+from tl_backend.testing.poison import check_attention
+from tl_backend.testing.poison_judge import num_different, relative_rms
+from tl_backend.testing.poison_run import forced_splits, make_plan
 
 CPU = torch.device("cpu")
 SMALL = make_problem(8, 2, 64, 16)

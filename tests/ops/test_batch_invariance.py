@@ -5,7 +5,8 @@ import torch
 
 from tl_backend.testing.cases import make_problem
 from tl_backend.testing.invariance import check_batch_invariance
-from tl_backend.testing.poison import PoisonError, forced_splits
+from tl_backend.testing.poison_judge import PoisonError
+from tl_backend.testing.poison_run import forced_splits
 
 CPU = torch.device("cpu")
 

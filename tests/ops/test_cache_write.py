@@ -13,7 +13,7 @@ from tl_backend.ops.reference import paged_attention_reference
 from tl_backend.problem import FLOAT8_DTYPES
 from tl_backend.telemetry import launches
 from tl_backend.testing.cases import make_problem
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 from tl_backend.testing.poison_writes import check_cache_write
 from tl_backend.testing.problems import CPU_PROBLEMS, name
 from tl_backend.testing.views import KV_LAYOUTS, kv_pool

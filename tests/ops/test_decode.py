@@ -90,7 +90,7 @@ def test_one_query_with_the_row_stride_of_a_fused_buffer() -> None:
     """CASES.md A25: q (1, 32, 128) with strides (4608, 128, 1), where `contiguous` changes nothing."""
     from tl_backend.ops import paged_attention
     from tl_backend.ops.reference import paged_attention_reference
-    from tl_backend.testing.poison import relative_rms
+    from tl_backend.testing.poison_judge import relative_rms
 
     for shape, strides, kv_heads in (((1, 32, 128), (4608, 128, 1), 8), ((1, 1, 128), (7, 9, 1), 1)):
         q = torch.randn(4608).as_strided(shape, strides)

@@ -9,7 +9,7 @@ from tl_backend.configs.gemm import GemmConfig, GemmProblem, gemm_configs
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import InvalidInputError, UnsupportedError
 from tl_backend.ops.gemm import gemm, gemm_key
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 
 TOLERANCE = 1e-6  # float32 sums of at most a hundred terms
 CPU = DeviceSpec.absent("c")

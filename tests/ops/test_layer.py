@@ -18,7 +18,7 @@ from tl_backend.ops.compiled import KERNELS
 from tl_backend.ops.layer import MAX_LAYERS
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import make_problem
-from tl_backend.testing.poison import forced_splits
+from tl_backend.testing.poison_run import forced_splits
 
 A100 = DeviceSpec.absent("sm_80")
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from tl_backend.errors import InvalidInputError
 from tl_backend.ops import merge_attention, varlen_attention
 from tl_backend.ops.reference import varlen_attention_reference
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 
 H, HK, D = 6, 2, 80
 TOLERANCE = 1e-5

@@ -11,7 +11,7 @@ from tl_backend.errors import EnvironmentProblemError, InvalidInputError, Unsupp
 from tl_backend.ops import AttentionPlan, AttentionWorkspace, plan_attention
 from tl_backend.ops.compiled import KERNELS, KernelKey
 from tl_backend.testing.cases import make_problem
-from tl_backend.testing.poison import forced_splits
+from tl_backend.testing.poison_run import forced_splits
 
 CPU = torch.device("cpu")
 SMALL = make_problem(8, 2, 64, 16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tl_backend.ops.reference import paged_attention_reference, paged_cache_write_reference
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 
 
 @pytest.mark.parametrize("causal", [True, False])

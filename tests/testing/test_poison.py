@@ -12,7 +12,8 @@ import torch
 from tl_backend.ops.reference import paged_attention_reference, paged_cache_write_reference
 from tl_backend.problem import FLOAT8_DTYPES
 from tl_backend.testing.cases import Case, make_batch, make_problem
-from tl_backend.testing.poison import LARGE, PoisonError, check_attention, relative_rms
+from tl_backend.testing.poison import LARGE, check_attention
+from tl_backend.testing.poison_judge import PoisonError, relative_rms
 from tl_backend.testing.poison_writes import check_cache_write
 from tl_backend.testing.views import CANARY_ROWS, KV_LAYOUTS, OUT_VIEWS, Q_VIEWS
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionS
 
 from tl_backend.ops.reference import varlen_attention_reference
 from tl_backend.testing.checkpoint import write_checkpoint
-from tl_backend.testing.poison import relative_rms
+from tl_backend.testing.poison_judge import relative_rms
 from tl_backend.vllm_plugin.backend import TileLangBackend
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.vllm_plugin.steps import Step
-from tl_backend.testing.poison import num_different, relative_rms
+from tl_backend.testing.poison_judge import num_different, relative_rms
 
 SHAPE = (4, 2, 32)
 TOLERANCE = 1e-5

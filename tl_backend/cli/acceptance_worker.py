@@ -130,7 +130,8 @@ def serve(connection: Connection) -> None:
 
 def _check(request: Check, device: Any) -> dict[str, Any]:
     from tl_backend.testing.contiguous import check_varlen
-    from tl_backend.testing.poison import TOLERANCES, check_attention
+    from tl_backend.testing.poison import check_attention
+    from tl_backend.testing.poison_judge import TOLERANCES
 
     problem, begun = request.work.problem, time.monotonic()
     check = check_attention if problem.is_paged else check_varlen

@@ -11,7 +11,8 @@ import torch
 from tl_backend.ops import AttentionPlan, varlen_attention
 from tl_backend.problem import PAGE_SIZE_STEP, AttentionProblem
 from tl_backend.testing.cases import Case
-from tl_backend.testing.poison import Report, check_attention
+from tl_backend.testing.poison import check_attention
+from tl_backend.testing.poison_judge import Report
 from tl_backend.testing.views import odd_strides
 
 SPARE_ROWS = 5  # Before the first request's keys and after the last one's: NaN.

@@ -7,7 +7,8 @@ import torch
 from tl_backend.ops import AttentionWorkspace, paged_attention, plan_attention
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import Case, make_batch
-from tl_backend.testing.poison import PoisonError, features_of, num_different
+from tl_backend.testing.poison_judge import PoisonError, num_different
+from tl_backend.testing.poison_run import features_of
 
 MAX_TOKENS = 4096
 

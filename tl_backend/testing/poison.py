@@ -11,52 +11,25 @@ P8 keys and values before the window of every query of their request turn to 6e4
    P2 makes them NaN and infinite; finite ones pass where a kernel drops those, as a maximum drops NaN.
 
 The answer must be within a relative RMS of the float64 reference, for the worst request and not only overall: a wrong
-row among a thousand right ones must show.
+row among a thousand right ones must show. How that is judged is in ``testing/poison_judge.py``, how attention is
+called in ``testing/poison_run.py``; the cache write has ``testing/poison_writes.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 
-from tl_backend.configs import decode as decode_config
-from tl_backend.ops import AttentionPlan, AttentionWorkspace, paged_attention, plan_attention
-from tl_backend.ops.reference import paged_attention_reference
+from tl_backend.ops import AttentionWorkspace, paged_attention
 from tl_backend.problem import AttentionProblem
 from tl_backend.testing.cases import Batch, Case, Tail, make_batch
-from tl_backend.testing.views import out_view
+from tl_backend.testing.poison_judge import TOLERANCES, PoisonError, Report, check_same_bits, judge
+from tl_backend.testing.poison_run import Attention, forced_splits, make_plan, reference, run_poisoned
 
-# Relative RMS. The sum of rounding the output, and the probabilities, to the dtype is half of these.
-TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
-BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
-LSE_TOLERANCE = 1e-4  # Absolute: of a natural logarithm in float32.
 SCRATCH_CANARIES = 4  # Partial results after those that a plan may use.
 FAR = 1000  # Keys that a bound may have too many: several tiles.
 LARGE = 6e4  # Near the end of float16's range; an 8-bit cache takes its largest number.
-
-Attention = Callable[..., torch.Tensor]
-
-
-class PoisonError(AssertionError):
-    """A rule was broken. The message has the rule, the value, the limit and the case."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Attributes: error: relative RMS of the worst request; tolerance: its limit; request: the worst one."""
-
-    error: float
-    tolerance: float
-    request: int
-
-    def __str__(self) -> str:
-        return f"relative RMS {self.error:.2e} (limit {self.tolerance:.0e}, worst in request {self.request})"
 
 
 def check_attention(
@@ -162,178 +135,6 @@ def _check_bounds(
             what = f"the plan has bounds {slack} too large, unwritten slots are {value} and block-table tails {tail}"
             check_same_bits(batch, known, run_poisoned(batch, operation, plan), "P2/P3/P6", what)
         _check_scratch(batch, workspace, capacity)
-
-
-def make_plan(
-    batch: Batch, workspace: AttentionWorkspace, *, num_splits: int | None = None, bounds: torch.Tensor | None = None
-) -> AttentionPlan:
-    """The plan of a batch, for the workspace's problem.
-
-    Args:
-        bounds: on the host, keys of each request at most; by default the plan knows the longest request's alone.
-    """
-    return plan_attention(
-        workspace.problem,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        cu_seqlens_q_cpu=batch.cu_seqlens_q.cpu(),
-        max_seqlen_q=max(batch.case.query_lens),
-        max_seqlen_k=max(batch.case.seq_lens) if bounds is None else int(bounds.max()),
-        workspace=workspace,
-        seq_lens_cpu_upper_bound=bounds,
-        num_splits=num_splits,
-    )
-
-
-@contextlib.contextmanager
-def forced_splits(num_splits: int | None) -> Iterator[None]:
-    """Cut every decode request into ``num_splits`` pieces, and size new scratch for it. None changes nothing."""
-    if num_splits is None:
-        yield
-        return
-    with (
-        mock.patch.object(decode_config, "num_splits", lambda *args, **kwargs: num_splits),
-        mock.patch.object(decode_config, "max_partials", lambda num_reqs, *args, **kwargs: num_reqs * num_splits),
-    ):
-        yield
-
-
-def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """``|got - wanted| / |wanted|`` in float64; where ``wanted`` is all zero, 0 or infinity."""
-    difference, norm = float((got.double() - wanted).norm()), float(wanted.norm())
-    if norm == 0:
-        return 0.0 if difference == 0 else math.inf
-    return difference / norm
-
-
-def run_poisoned(batch: Batch, operation: Attention, plan: AttentionPlan | None = None) -> torch.Tensor:
-    """One call, from an output of NaN; checks P4 and returns a copy of the output."""
-    case = batch.case
-    batch.out_store.fill_(math.nan)
-    if batch.lse is not None:
-        batch.lse.fill_(math.nan)
-    before = batch.kv_store.clone()
-    operation(
-        batch.q,
-        batch.kv_cache,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        max_seqlen_q=max(case.query_lens),
-        max_seqlen_k=max(case.seq_lens),
-        out=batch.out,
-        softmax_scale=case.softmax_scale,
-        **features_of(batch),
-        lse=batch.lse,
-        plan=plan,
-    )
-    if (changed := num_different(before, batch.kv_store)) > 0:
-        raise PoisonError(
-            f"P4: {changed} elements of the KV pool or its canaries changed; attention may change 0. {case}"
-        )
-    around = batch.out_store.clone()
-    out_view(around, batch.problem, case.out_view).fill_(math.nan)
-    if (changed := num_different(around, torch.full_like(around, math.nan))) > 0:
-        raise PoisonError(f"P4: {changed} elements around the output were written; the limit is 0. {case}")
-    return batch.out.clone(memory_format=torch.contiguous_format)
-
-
-def judge(
-    batch: Batch, out: torch.Tensor, wanted: torch.Tensor, wanted_lse: torch.Tensor | None, tolerance: float
-) -> Report:
-    """P1, and the error against another answer.
-
-    Args:
-        out: of ``run_poisoned``, whose log-sum-exps are the batch's.
-        wanted, wanted_lse: float64, of the same shapes; ``wanted`` is zero where ``out`` must be.
-
-    Raises:
-        PoisonError: a rule was broken.
-    """
-    case = batch.case
-    where = f"{batch.problem}; {case}"
-    empty_T = (wanted == 0).flatten(1).all(1)
-    if (bad := int((~out.isfinite()).sum())) > 0:
-        rows = (~out.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
-        raise PoisonError(
-            f"P1: {bad} of {out.numel()} output elements are not finite, in rows {rows[:8]}; the limit is 0. {where}"
-        )
-    if (bad := int((out[empty_T] != 0).sum())) > 0:
-        raise PoisonError(f"P1: {bad} elements of padding rows or rows without keys are not 0; the limit is 0. {where}")
-    if batch.lse is not None and wanted_lse is not None:
-        num_tokens = sum(case.query_lens)
-        _judge_lse(batch.lse[:, :num_tokens], wanted_lse[:, :num_tokens], where)
-    report = worst_request(case, out, wanted, tolerance)
-    if not report.error <= tolerance:
-        raise PoisonError(f"error: {report}. {where}")
-    return report
-
-
-def reference(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and log-sum-exps in float64. Unwritten slots must hold finite numbers: it multiplies what it masks."""
-    lse = None if batch.lse is None else torch.empty_like(batch.lse, dtype=torch.float64)
-    out = paged_attention_reference(
-        batch.q,
-        batch.kv_cache,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        softmax_scale=batch.case.softmax_scale,
-        **features_of(batch),
-        lse=lse,
-    )
-    return out, lse
-
-
-def worst_request(case: Case, out: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> Report:
-    """The request whose rows are furthest from what is wanted."""
-    worst, request, start = 0.0, 0, 0
-    for index, length in enumerate(case.query_lens):
-        error = relative_rms(out[start : start + length], wanted[start : start + length])
-        start += length
-        if error > worst or math.isnan(error):
-            worst, request = error, index
-    return Report(error=worst, tolerance=tolerance, request=request)
-
-
-def features_of(batch: Batch) -> dict[str, Any]:
-    """The arguments of ``paged_attention`` and its reference that a problem's features ask for."""
-    problem = batch.problem
-    return {"causal": problem.causal, "window": problem.window, "soft_cap": problem.soft_cap, **batch.extras}
-
-
-def _judge_lse(got: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
-    empty = wanted == -math.inf
-    if (bad := int((empty != (got == -math.inf)).sum())) > 0:
-        raise PoisonError(f"P1: {bad} log-sum-exps are -inf and should not be, or the reverse; the limit is 0. {where}")
-    error = float((got.double() - wanted)[~empty].abs().max()) if bool((~empty).any()) else 0.0
-    if not error <= LSE_TOLERANCE:
-        raise PoisonError(f"error: log-sum-exp off by {error:.2e} (limit {LSE_TOLERANCE:.0e}). {where}")
-
-
-def check_same_bits(
-    batch: Batch, first: torch.Tensor, again: torch.Tensor, rule: str, what: str, requests: range | None = None
-) -> None:
-    """Bit equality, of all rows or of those of some requests."""
-    start = 0
-    for request, length in enumerate(batch.case.query_lens):
-        rows = slice(start, start + length)
-        start += length
-        if requests is not None and request not in requests:
-            continue
-        if (changed := num_different(first[rows], again[rows])) > 0:
-            raise PoisonError(
-                f"{rule}: {changed} output elements of request {request} changed when {what}; the limit is 0. "
-                f"{batch.case}"
-            )
-    if num_different(first[start:], again[start:]) > 0:
-        raise PoisonError(f"{rule}: padding rows changed when {what}; they must stay 0. {batch.case}")
-
-
-def num_different(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Elements whose bits differ; NaN equals itself."""
-    kind = BITS[a.element_size()]
-    return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
 
 
 def _another(problem: AttentionProblem, case: Case, device: torch.device) -> Batch:

@@ -13,7 +13,7 @@ import torch
 from tl_backend.ops import paged_cache_write
 from tl_backend.ops.reference import paged_cache_write_reference
 from tl_backend.problem import AttentionProblem
-from tl_backend.testing.poison import BITS, PoisonError, num_different
+from tl_backend.testing.poison_judge import BITS, PoisonError, num_different
 from tl_backend.testing.views import KVLayout, kv_pool, odd_strides
 
 
