@@ -34,16 +34,25 @@ def test_the_home_is_the_default_and_a_variable_wins(tmp_path: Path, monkeypatch
     assert cache_folder() == tmp_path / "home" / ".cache" / "tl-backend"
     monkeypatch.setenv(VARIABLE, "/dev/null/nowhere")  # As it is: the store says what is wrong with it.
     assert cache_folder() == Path("/dev/null/nowhere")
+    monkeypatch.setenv(VARIABLE, "kernels")
+    monkeypatch.chdir(tmp_path)
+    assert cache_folder() == tmp_path / "kernels"
     monkeypatch.setenv(VARIABLE, "~/kernels")
     assert cache_folder() == tmp_path / "home" / "kernels"
 
 
-@pytest.mark.parametrize("home", ["/dev/null", "/proc/1", "read-only"])
+@pytest.mark.parametrize("home", ["/dev/null", "/proc/1", "read-only", "hidden"])
 def test_a_home_that_cannot_be_written_is_replaced_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: str
 ) -> None:
     """CASES.md C4: any user id, HOME=/ or read-only."""
-    if home == "read-only":
+    if home == "hidden":  # Of another user, as HOME=/root in a container is to any other.
+
+        def refuse(self: Path) -> bool:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "exists", refuse)
+    elif home == "read-only":
         monkeypatch.setattr(os, "access", lambda *_: False)  # Whoever runs tests as root may write anywhere.
     else:
         monkeypatch.setenv("HOME", home)
@@ -61,14 +70,16 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cache_folder() == temporary(tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["writable", "link", "foreign"])
+@pytest.mark.parametrize("fault", ["writable", "link", "foreign", "file"])
 def test_a_temporary_folder_that_others_may_fill_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """A library is code: it is loaded from no folder that somebody else has prepared."""
     monkeypatch.setenv("HOME", "/dev/null")
     folder = temporary(tmp_path)
-    if fault == "link":
+    if fault == "file":
+        folder.touch()
+    elif fault == "link":
         (tmp_path / "elsewhere").mkdir()
         folder.symlink_to(tmp_path / "elsewhere")
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -30,14 +32,14 @@ def cache_folder() -> Path:
     settings = Settings.from_env()
     home = settings.cache_dir
     if home is not None and (settings.names_cache_dir or _can_be_written(home)):
-        return home
+        return home.absolute()
     return _temporary_folder(home)
 
 
 def tilelang_folder() -> Path:
     """Where TileLang's own cache is: ``TILELANG_CACHE_DIR``, or in ``cache_folder()``; raises as that."""
     named = os.environ.get(TILELANG_VARIABLE)
-    return Path(named).expanduser() if named else cache_folder() / "tilelang"
+    return Path(named).expanduser().absolute() if named else cache_folder() / "tilelang"
 
 
 def share_with_tilelang() -> None:
@@ -49,13 +51,14 @@ def share_with_tilelang() -> None:
 @functools.cache
 def _temporary_folder(home: Path | None) -> Path:
     folder = Path(tempfile.gettempdir()) / f"tl-backend-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise EnvironmentProblemError(
             describe(
                 f"kernel cache {folder}",
-                value=f"a folder that user {status.st_uid} made or others may write",
+                value=f"of user {status.st_uid}, mode {stat.filemode(status.st_mode)}",
                 limit="libraries are loaded from there: it has to be this user's alone",
                 remedy="Set TL_BACKEND_CACHE_DIR to a folder of your own.",
             )
@@ -66,5 +69,8 @@ def _temporary_folder(home: Path | None) -> Path:
 
 
 def _can_be_written(folder: Path) -> bool:
-    there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    try:
+        there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    except OSError:  # A folder on the way that this user may not search.
+        return False
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

@@ -99,6 +99,19 @@ def test_what_another_process_is_at_is_waited_for(pool: type[FakePool], store: K
     assert pool.added == [KEYS[1]]
 
 
+def test_a_kernel_that_is_there_is_taken_whoever_holds_its_lock(pool: type[FakePool], store: KernelStore) -> None:
+    (artifact,) = build_kernels(KEYS[1:2], store=KernelStore(store.folder / "elsewhere")).values()
+    assert isinstance(artifact, Artifact)
+    theirs = store.lock(KEYS[0])
+    other = threading.Timer(3 * build.POLL_S, lambda: store.put(KEYS[0], artifact))
+    other.start()
+    assert isinstance(build_kernels(KEYS[:1], store=store)[KEYS[0]], Artifact)
+    other.join()
+    assert pool.added == [KEYS[1]]
+    assert theirs is not None
+    theirs.release()
+
+
 def test_a_process_that_was_killed_at_it_is_replaced(pool: type[FakePool], store: KernelStore) -> None:
     theirs = store.lock(KEYS[0])
     assert theirs is not None

@@ -96,6 +96,18 @@ def test_a_process_that_cannot_start_ends_no_pool(monkeypatch: pytest.MonkeyPatc
         assert pool.results.get(timeout=60).error is None
 
 
+def test_a_pool_whose_thread_ends_answers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("nobody expected this")
+
+    monkeypatch.setattr("tl_backend.ops.compile_pool.Child", fail)
+    with CompilePool(processes=2) as pool:
+        for block_n in (16, 32):
+            pool.add([key(planted.FINE, block_n)])
+            error = pool.results.get(timeout=60).error
+            assert error == "not compiled: RuntimeError: nobody expected this"
+
+
 def test_files_that_were_read_take_no_memory_from_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A control group counts the weights of a model that were read as used, and gives them up when asked."""
     monkeypatch.setattr("tl_backend.ops.compile_pool.CONTROL_GROUP", str(tmp_path))

@@ -107,6 +107,28 @@ def test_a_bad_entry_costs_one_count_and_is_replaced(store: KernelStore, artifac
     assert store.find(KEY) is not None
 
 
+def test_an_entry_under_another_kernels_name_is_not_taken(store: KernelStore, artifact: Artifact) -> None:
+    library, other = Path(store.put(KEY, artifact).path), KEY._replace(kind="decode")
+    for path in (library, library.with_suffix(".json")):
+        (store.folder / f"{digest(other)}{path.suffix}").write_bytes(path.read_bytes())
+    assert store.find(other) is None
+
+
+def test_an_entry_with_arguments_that_nobody_knows_is_not_taken(store: KernelStore, artifact: Artifact) -> None:
+    store.put(KEY, artifact._replace(types=("handle", "float16")))
+    assert store.find(KEY) is None
+
+
+def test_a_folder_that_is_named_from_here_is_found_from_elsewhere(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = KernelStore(Path())
+    assert store.put(KEY, artifact).path.startswith(str(tmp_path))
+    monkeypatch.chdir("/")
+    assert store.find(KEY) is not None
+
+
 @pytest.mark.parametrize("fault", ["cut", "changed", "gone", "folder"])
 def test_a_library_that_is_not_what_was_stored_is_not_loaded(
     store: KernelStore, artifact: Artifact, fault: str
@@ -188,6 +210,32 @@ def test_a_lock_ends_with_its_process(store: KernelStore) -> None:
         assert store.lock(KEY) is None
         process.send_signal(signal.SIGKILL)
     assert store.lock(KEY) is not None
+
+
+def test_a_fork_that_lives_keeps_no_lock(store: KernelStore) -> None:
+    lock = store.lock(KEY)
+    assert lock is not None
+    fork = os.fork()
+    if fork == 0:
+        signal.pause()
+    try:
+        lock.release()
+        assert store.lock(KEY) is not None
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
+def test_locks_of_another_user_keep_nobody_from_building(store: KernelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    store.folder.mkdir()
+    monkeypatch.setattr(os, "open", refuse)
+    assert store.lock(KEY) is not None
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(EnvironmentProblemError, match="Permission denied"):
+        store.lock(KEY)
 
 
 def test_a_file_system_without_locks_serves(store: KernelStore, monkeypatch: pytest.MonkeyPatch) -> None:

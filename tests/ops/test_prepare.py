@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from tl_backend.device import DeviceSpec
+from tl_backend.errors import EnvironmentProblemError
 from tl_backend.ops import compiled, paged_cache_write, prepare
 from tl_backend.ops.compiled import KERNELS_EVENT, WHILE_SERVING, KernelCache
-from tl_backend.ops.prepare import required_kernels
+from tl_backend.ops.kernel_store import KernelStore
+from tl_backend.ops.launcher import Artifact
+from tl_backend.ops.prepare import load_kernels, required_kernels
 from tl_backend.telemetry import launches
 from tl_backend.testing.cases import Case, make_problem
 from tl_backend.testing.poison import check_attention
@@ -78,3 +81,24 @@ def test_what_compiles_after_prepare_is_counted_and_named(
     assert fresh_kernels.num_compiled == 1
     assert launches.events()[KERNELS_EVENT][WHILE_SERVING] == while_serving + 1
     assert [record.getMessage()[:22] for record in caplog.records] == ["compiling cache_write "]
+
+
+def test_a_library_that_does_not_load_here_is_compiled_anew(
+    fresh_kernels: KernelCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of an image with a newer system that shares the cache: whole, and of no use here."""
+    monkeypatch.setenv("TL_BACKEND_CACHE_DIR", str(tmp_path))
+    key = required_kernels(make_problem(6, 3, 32, 16), DeviceSpec.of(CPU))[-1]
+    library = tmp_path / "not a library"
+    library.write_text("of another machine")
+    store = KernelStore(tmp_path)
+    store.put(key, Artifact(str(library), ("handle",), False))
+    assert load_kernels([key]) == {}
+    assert key in fresh_kernels
+    monkeypatch.setattr(compiled.Launcher, "load", refuse_to_load)
+    other = required_kernels(make_problem(6, 3, 32, 32), DeviceSpec.of(CPU))[-1]
+    assert load_kernels([other]) == {other: "it does not load"}
+
+
+def refuse_to_load(artifact: Artifact) -> None:
+    raise EnvironmentProblemError("it does not load")

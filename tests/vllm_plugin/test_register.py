@@ -222,7 +222,11 @@ TROUBLES = {
     unsupported_vllm: ["got 0.40.1", "vLLM 0.32 and 0.33", "Install 'vllm>=0.32,<0.34'"],
     missing_tilelang: ["TileLang: got no such package", "0.1.15 or newer", "pip install 'tilelang>=0.1.15'"],
     missing_compiler: ["compiler: got no g++ or clang++", "TileLang needs one", "Install a C++ compiler"],
-    unknown_variable: ["got TL_BACKEND_CUP", "the variables are TL_BACKEND_CACHE_DIR, TL_BACKEND_CPU", "Unset TL_BACKEND_CUP"],
+    unknown_variable: [
+        "got TL_BACKEND_CUP",
+        "the variables are TL_BACKEND_CACHE_DIR, TL_BACKEND_CPU",
+        "Unset TL_BACKEND_CUP",
+    ],
     broken_vllm: ["ZeroDivisionError"],
 }
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from tl_backend.cli.options import ArchOption, MultiprocessorsOption, device_of
+from tl_backend.cli.options import ArchOption, MultiprocessorsOption, check_runs_here, device_of
 from tl_backend.cli.output import JsonOption, people, print_json, progress
 from tl_backend.cli.problems import (
     EveryOption,
@@ -59,6 +59,8 @@ def prebuild(
 
     device = device_of(arch, multiprocessors)
     problems = chosen_problems(problem, model, every, tp_size, page_size, device)
+    for one in problems:
+        check_runs_here(one, device)
     keys = [key for one in problems for key in required_kernels(one, device)]
     store, compiled = KernelStore(folder or cache_folder()), 0
     with Progress(console=progress(), transient=True) as bar, linkable_driver(device):

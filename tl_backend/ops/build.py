@@ -100,11 +100,12 @@ class _Build:
                 return
             key = self._waiting.popleft()
             lock = self._store.lock(key) or self._lock_of_the_stuck(key)
-            if lock is None:
-                self._waiting.append(key)
-            elif artifact := self._store.find(key):  # Of a process that was faster.
-                lock.release()
+            if artifact := self._store.find(key):  # Of a process that was faster.
+                if lock is not None:
+                    lock.release()
                 yield key, artifact
+            elif lock is None:
+                self._waiting.append(key)
             else:
                 self._held[key] = lock
                 self._pool.add([key])
@@ -127,7 +128,10 @@ class _Build:
 
 
 def _moved(store: KernelStore, key: KernelKey, artifact: Artifact) -> Artifact:
-    stored, path = store.put(key, artifact), Path(artifact.path)
-    if path.parent == Path(tempfile.gettempdir()):  # TileLang leaves it there.
-        path.unlink(missing_ok=True)
-    return stored
+    try:
+        return store.put(key, artifact)
+    finally:
+        path = Path(artifact.path)
+        if path.parent == Path(tempfile.gettempdir()):  # TileLang leaves it there, and its source.
+            for suffix in (".so", ".cu", ".cpp"):
+                path.with_suffix(suffix).unlink(missing_ok=True)

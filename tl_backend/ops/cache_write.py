@@ -65,7 +65,9 @@ def paged_cache_write(
         write = _checked(key, value, kv_cache, slot_mapping, k_scale, v_scale)
         if len(CHECKED) >= MAX_CHECKED:
             CHECKED.clear()
-        CHECKED[looks] = write
+        # A scale that is made while a graph is captured has its value only once the graph runs.
+        if write.one is None or not (kv_cache.is_cuda and torch.cuda.is_current_stream_capturing()):
+            CHECKED[looks] = write
     elif write.kernel is not None:
         check_current_device(kv_cache)
     if write.kernel is None:

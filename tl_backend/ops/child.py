@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
@@ -19,6 +21,8 @@ from tl_backend.errors import EnvironmentProblemError, TLBackendError, describe
 
 # A process in the middle of a driver's call dies when that ends: nobody waits for it for ever.
 KILL_S = 30.0
+# How often a child looks whether its parent is there: one that was killed closes its pipe, but a compiler goes on.
+WATCH_S = 1.0
 # Called in the child with its end of a pipe; returns when the pipe ends.
 Serve = Callable[[Connection], None]
 
@@ -47,28 +51,32 @@ class Child:
     """
 
     def __init__(self, serve: Serve, *, log: Path | None = None) -> None:
-        self.connection, theirs = Pipe()
-        what = [serve.__module__, serve.__name__, theirs.fileno(), None if log is None else str(log)]
+        ends: tuple[Connection, ...] = ()
         try:
+            ends = self.connection, theirs = Pipe()
+            what = [serve.__module__, serve.__name__, theirs.fileno(), os.getpid(), None if log is None else str(log)]
+            paths = [path for path in sys.path if isinstance(path, str)]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(what)],
+                # Nothing of the current folder, whatever its name, comes before the parent's path.
+                [sys.executable, *_flags(), "-c", _PROGRAM, json.dumps(paths), json.dumps(what)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         except OSError as error:
-            self.connection.close()
+            for end in ends:
+                end.close()
             raise EnvironmentProblemError(
                 describe(
                     "process",
                     value=error,
                     limit="this user must be able to start one more",
-                    remedy="Raise the limit of processes or memory, of `ulimit` or of the container.",
+                    remedy="Raise the limit of processes, files or memory, of `ulimit` or of the container.",
                 )
             ) from error
-        finally:
-            theirs.close()
-        self._end = weakref.finalize(self, _end, self._process, self.connection)  # Also where this process exits.
+        theirs.close()
+        # Also where this process exits.
+        self._end = weakref.finalize(self, _end, self._process, self.connection, os.getpid())
 
     @property
     def pid(self) -> int:
@@ -121,7 +129,15 @@ class Child:
             return f"killed by signal {-code}"
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _flags() -> list[str]:
+    if sys.flags.isolated:
+        return ["-I"]
+    return ["-P"] if sys.version_info >= (3, 11) else []
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # A fork of the parent exits; the child is not its own.
+        return
     # Its session: a compiler would outlive it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -133,12 +149,21 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 def run() -> None:
     """What the process of a child does."""
-    module, name, descriptor, log = json.loads(sys.argv[2])
+    module, name, descriptor, parent, log = json.loads(sys.argv[2])
+    threading.Thread(target=_end_with, args=(parent,), name="parent watch", daemon=True).start()
     connection = Connection(descriptor)
     if log is not None:
         with Path(log).open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-    # Without its parent a child has nothing to do.
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    try:
         getattr(importlib.import_module(module), name)(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # Without the parent neither this process nor a compiler that it has started has anything to do.
+        os.killpg(0, signal.SIGKILL)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os.killpg(0, signal.SIGKILL)

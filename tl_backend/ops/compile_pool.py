@@ -121,7 +121,8 @@ class CompilePool:
         self._lock = threading.Lock()
         self._wake, self._woken = Pipe()
         self._closing = False
-        self._deaths = 0  # In a row.
+        self._deaths, self._last_death = 0, ""  # In a row.
+        self._ended: str | None = None  # Why nothing is compiled any more.
         self._thread = threading.Thread(target=self._work, name="compile pool", daemon=True)
         self._thread.start()
 
@@ -135,7 +136,11 @@ class CompilePool:
         """Queue kernels."""
         with self._lock:
             self._waiting.extend(keys)
-        self._wake.send(None)
+            ended = self._ended
+        if ended is not None:
+            self._give_up([], ended)
+        elif not self._closing:
+            self._wake.send(None)
 
     def drop_waiting(self) -> list[KernelKey]:
         """Forget what has not begun, and say which kernels those were."""
@@ -169,12 +174,17 @@ class CompilePool:
                 for connection in [c for c, job in jobs.items() if job.deadline <= now]:
                     self._collect(jobs.pop(connection), idle)
                 if self._deaths >= MAX_DEATHS:
-                    self._give_up([], f"{self._deaths} compiler processes died in a row")
+                    self._give_up([], f"{self._deaths} compiler processes died in a row, the last: {self._last_death}")
+            reason = "the pool was closed"
+        except Exception as error:  # noqa: BLE001 Whoever waits for an outcome must not wait for ever.
+            reason = f"{type(error).__name__}: {error}"
         finally:
             for child in [*idle, *(job.child for job in jobs.values())]:
                 child.kill()
-            # Whoever waits for an outcome gets one.
-            self._give_up([job.key for job in jobs.values() if job.key is not None], "the pool was closed")
+        # Whoever waits for an outcome gets one.
+        with self._lock:
+            self._ended = reason
+        self._give_up([job.key for job in jobs.values() if job.key is not None], reason)
 
     def _hand_out(self, jobs: dict[Connection, _Job], idle: list[Child]) -> None:
         while idle:
@@ -205,7 +215,7 @@ class CompilePool:
         try:
             answer = job.child.receive(0)
         except ChildLostError as lost:
-            self._deaths += 1
+            self._deaths, self._last_death = self._deaths + 1, str(lost)
             if job.key is not None:
                 taken = time.monotonic() - begun
                 reason = f"no kernel after {taken:.0f} s" if taken >= self._timeout_s else str(lost)

@@ -180,7 +180,7 @@ def _compile(key: KernelKey) -> tuple[Any, Any]:
                 "TileLang's cache folder",
                 value=error,
                 limit="it must be a folder that can be written",
-                remedy="Set TILELANG_CACHE_DIR (by default ~/.tilelang/cache) to one.",
+                remedy="Set TILELANG_CACHE_DIR (by default in TL_BACKEND_CACHE_DIR) to one.",
             )
         ) from error
     except Exception as error:  # noqa: BLE001

@@ -7,6 +7,7 @@ process ends, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -29,7 +30,7 @@ from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError, describe
 from tl_backend.ops.compiled import KernelKey
 from tl_backend.ops.environment import find_compiler
-from tl_backend.ops.launcher import Artifact
+from tl_backend.ops.launcher import ARGUMENT_TYPES, Artifact
 from tl_backend.telemetry import launches
 
 # What a kernel's code is made of, apart from TileLang: if a file of these changes, kernels are compiled anew.
@@ -46,6 +47,7 @@ class _Entry(BaseModel):
     """A kernel's file.
 
     Attributes:
+        name: of the entry.
         what: for people.
         sha256: of the library, which lies beside the entry under the same name.
         types, on_gpu: as of ``Artifact``.
@@ -54,6 +56,7 @@ class _Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    name: str
     what: str
     sha256: str
     types: list[str]
@@ -69,6 +72,8 @@ class KernelLock:
 
     def release(self) -> None:
         if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # Though a fork of this process has it open, too.
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -77,7 +82,7 @@ class KernelStore:
     """The kernels of a folder, which is made when the first is put there."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()  # A library without a folder would be searched for elsewhere.
 
     def find(self, key: KernelKey) -> Artifact | None:
         """The library of a kernel, if it is here, whole, and of the compiler that is here now, if one is.
@@ -88,14 +93,14 @@ class KernelStore:
         library = self.folder / f"{name}.so"
         try:
             entry = _Entry.model_validate_json((self.folder / f"{name}.json").read_bytes())
-            intact = _sha256(library) == entry.sha256
-        except FileNotFoundError:
+            intact = _sha256(library) == entry.sha256 and entry.name == name
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValidationError) as error:
             self._report(name, str(error).splitlines()[0])
             return None
-        if not intact:
-            self._report(name, "its library is not the one that was stored")
+        if not intact or not ARGUMENT_TYPES.keys() >= set(entry.types):
+            self._report(name, "it or its library is not what was stored")
             return None
         if entry.compiler != (compiler_version(key.device) or entry.compiler):
             return None
@@ -111,6 +116,7 @@ class KernelStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             entry = _Entry(
+                name=name,
                 what=f"{key.kind} of {key.problem} with {key.config} for {key.device.arch}",
                 sha256=_sha256(Path(artifact.path)),
                 types=list(artifact.types),
@@ -123,19 +129,26 @@ class KernelStore:
             raise unusable(self.folder, error.strerror or str(error)) from error
         return artifact._replace(path=str(library))
 
+    def forget(self, key: KernelKey) -> None:
+        """Have a kernel compiled anew: its library, though whole, is of no use here."""
+        with contextlib.suppress(OSError):
+            (self.folder / f"{digest(key)}.json").unlink()
+
     def lock(self, key: KernelKey) -> KernelLock | None:
         """The right to compile a kernel; None while another process, or another holder in this one, has it.
 
         Raises:
             EnvironmentProblemError: the folder cannot be written.
         """
-        folder = self.folder / "locks"
+        path = self.folder / "locks" / digest(key)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             # Never removed: whoever holds the lock of a name that is gone shuts nobody out.
-            descriptor = os.open(folder / digest(key), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise unusable(self.folder, error.strerror or str(error)) from error
+            if isinstance(error, PermissionError) and os.access(self.folder, os.W_OK):
+                return KernelLock(None)  # Another user's: kernels can be published all the same.
+            raise unusable(path, error.strerror or str(error)) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -151,7 +164,7 @@ class KernelStore:
                 file.write(content)
             Path(partial).chmod(0o644)
             Path(partial).replace(path)
-        except OSError:
+        except BaseException:
             Path(partial).unlink(missing_ok=True)
             raise
         return path
@@ -198,10 +211,12 @@ def compiler_version(device: DeviceSpec) -> str | None:
 @functools.cache
 def _says(compiler: Path, _changed: int) -> str:
     try:
-        answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        answer = subprocess.run(
+            [compiler, "--version"], capture_output=True, env={**os.environ, "LC_ALL": "C"}, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return " ".join(answer.stdout.split())[:300]
+    return " ".join(answer.stdout.decode(errors="replace").split())[:300]
 
 
 @functools.cache
@@ -231,5 +246,4 @@ def _plain(value: Any) -> Any:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -9,7 +9,7 @@ import torch
 
 from tl_backend.errors import EnvironmentProblemError, TLBackendError, describe
 
-_CTYPES = {
+ARGUMENT_TYPES = {
     "handle": ctypes.c_void_p,
     "int32": ctypes.c_int32,
     "int64": ctypes.c_int64,
@@ -50,7 +50,7 @@ class Launcher:
     def __init__(self, library: ctypes.CDLL, artifact: Artifact, keep: object = None) -> None:
         self.artifact = artifact
         self._keep = keep
-        types: list[Any] = [_CTYPES[kind] for kind in artifact.types]
+        types: list[Any] = [ARGUMENT_TYPES[kind] for kind in artifact.types]
         self._call = library.call
         self._call.argtypes = [*types, ctypes.c_void_p] if artifact.on_gpu else types
         self._call.restype = ctypes.c_int

@@ -8,16 +8,18 @@ from typing import NamedTuple, cast
 
 import torch
 
+from tl_backend.cache_folder import cache_folder
 from tl_backend.configs.choice import Chooser, PrefillConfig
 from tl_backend.configs.decode import DecodeChoice, DecodeConfig
 from tl_backend.device import DeviceSpec
 from tl_backend.errors import EnvironmentProblemError
-from tl_backend.ops.build import Progress, build_kernels
+from tl_backend.ops.build import Built, Progress, build_kernels
 from tl_backend.ops.cache_write import cache_write_key, cache_write_problem
 from tl_backend.ops.checks import check_supported
 from tl_backend.ops.choices import chooser_for
 from tl_backend.ops.compiled import COMPILED, KERNELS, KERNELS_EVENT, LOADED, KernelKey
 from tl_backend.ops.decode import decode_keys
+from tl_backend.ops.kernel_store import KernelStore
 from tl_backend.ops.prefill import HOPPER, PORTABLE, prefill_keys
 from tl_backend.problem import AttentionProblem
 from tl_backend.telemetry import launches
@@ -129,13 +131,27 @@ def load_kernels(
     Raises:
         EnvironmentProblemError: as ``build_kernels``.
     """
+    errors = _load(build_kernels(keys, processes=processes, on_progress=on_progress))
+    # A library of another machine that shares the cache, whose system is newer: compiled here it may load.
+    unloaded = [key for key, (_, was_built) in errors.items() if was_built]
+    if unloaded:
+        store = KernelStore(cache_folder())
+        for key in unloaded:
+            store.forget(key)
+            del errors[key]
+        errors |= _load(build_kernels(unloaded, processes=processes, on_progress=on_progress))
+    return {key: error for key, (error, _) in errors.items()}
+
+
+def _load(built: dict[KernelKey, Built]) -> dict[KernelKey, tuple[str, bool]]:
+    """Errors, and whether the kernel is built and does not load."""
     errors = {}
-    for key, built in build_kernels(keys, processes=processes, on_progress=on_progress).items():
-        if isinstance(built, str):
-            errors[key] = built
+    for key, outcome in built.items():
+        if isinstance(outcome, str):
+            errors[key] = (outcome, False)
             continue
         try:
-            KERNELS.load(key, built)
+            KERNELS.load(key, outcome)
         except EnvironmentProblemError as error:
-            errors[key] = str(error)
+            errors[key] = (str(error), True)
     return errors
