@@ -68,9 +68,12 @@ def _temporary_folder(home: Path | None) -> Path:
     return folder
 
 
+@functools.cache
 def _can_be_written(folder: Path) -> bool:
+    """Tried, not asked: a network's file system may say yes and refuse."""
     try:
-        there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
-    except OSError:  # A folder on the way that this user may not search.
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
         return False
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

@@ -208,6 +208,7 @@ def missing_tilelang(monkeypatch):
 def missing_compiler(monkeypatch):
     monkeypatch.setenv("TL_BACKEND_CPU", "1")
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("TL_BACKEND_CACHE_DIR", "/nowhere")  # Kernels that are there already need none.
 
 
 def unknown_variable(monkeypatch):

@@ -149,7 +149,7 @@ def check_space() -> Iterator[Finding]:
 
 def check_outcome(device: DeviceSpec) -> Iterator[Finding]:
     """What ``vllm serve --attention-backend tilelang`` would do here: as the plugin decides, without importing vLLM."""
-    from tl_backend.ops.environment import environment_problem
+    from tl_backend.ops.environment import start_problem
 
     version = vllm_version()
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -161,11 +161,11 @@ def check_outcome(device: DeviceSpec) -> Iterator[Finding]:
     elif allowed is not None and PLUGIN not in allowed.split(","):
         reason = "VLLM_PLUGINS leaves the plugin out, and vLLM knows no backend of this name"
     else:
-        reason = vllm_refusal(version) or environment_problem(device)
+        reason = vllm_refusal(version) or start_problem(device)
     on_cpu = not device.is_gpu and not Settings.from_env().cpu
     if on_cpu and reason is None:
         yield warning(
-            "outcome", "vLLM's own CPU backend: the CPU ignores the flag", "Set TL_BACKEND_CPU=1 to replace it."
+            "outcome", "refused on vLLM's CPU build; without the flag its own backend serves", "Set TL_BACKEND_CPU=1."
         )
     elif reason is None:
         yield ok("outcome", f"vllm serve --attention-backend tilelang runs TileLang kernels on {device.name}")

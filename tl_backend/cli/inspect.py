@@ -75,7 +75,7 @@ def inspect(
 
     \b
     Example:
-      tl-backend inspect --kernel prefill --arch sm_90 --problem 32/8,D128,page128,bfloat16
+      tl-backend inspect --kernel prefill_hopper --arch sm_90 --problem 32/8,D128,page128,bfloat16
     """  # noqa: D301 click wants the character.
     if source == "-" and as_json:
         raise InvalidInputError(

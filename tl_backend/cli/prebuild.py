@@ -27,7 +27,7 @@ def prebuild(
     model: ModelOption = None,
     every: EveryOption = False,
     tp_size: TPOption = 1,
-    page_size: PageSizeOption = 16,
+    page_size: PageSizeOption = None,
     folder: Annotated[
         Path | None, typer.Option("--out", metavar="FOLDER", help="Default: the cache of TL_BACKEND_CACHE_DIR.")
     ] = None,
@@ -41,12 +41,11 @@ def prebuild(
     """Compile what a server will need into the kernel cache, so that it starts without compiling.
 
     For an image, or on a shared volume: the GPU need not be here, its compiler must. A server finds a kernel if its
-    model, block size, tensor-parallel size, kind of GPU, tables and versions are those that were named here. On
-    Hopper its block size is 128 unless --block-size says otherwise.
+    model, block size, tensor-parallel size, kind of GPU, tables and versions are those that were named here.
 
     \b
     Examples:
-      tl-backend prebuild --model /path/to/config.json --page-size 128 --arch h200
+      tl-backend prebuild --model /path/to/config.json --arch h200
       tl-backend prebuild --problem 32/8,D128,page128,bfloat16 --arch h100 --out /kernels
     """  # noqa: D301 click wants the character.
     from rich.progress import Progress

@@ -23,11 +23,19 @@ ModelOption = Annotated[
 ]
 EveryOption = Annotated[bool, typer.Option("--all", help="The problems of the shipped tables.")]
 TPOption = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Ranks that share the model's heads.")]
-PageSizeOption = Annotated[int, typer.Option("--page-size", min=16, metavar="N", help="Of --model's KV cache.")]
+PageSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--page-size",
+        min=16,
+        metavar="N",
+        help="Of --model's KV cache: vLLM's --block-size. Default: what a server has, 128 on Hopper and CPUs, else 16.",
+    ),
+]
 
 
 def chosen_problems(
-    specs: list[str] | None, model: Path | None, every: bool, tp_size: int, page_size: int, device: DeviceSpec
+    specs: list[str] | None, model: Path | None, every: bool, tp_size: int, page_size: int | None, device: DeviceSpec
 ) -> list[AttentionProblem]:
     """What these options name; a model in the dtype that it is served in, which on a CPU is float32.
 
@@ -62,4 +70,4 @@ def chosen_problems(
             )
         )
     dtype = None if device.is_gpu else device.dtypes[0]
-    return problem_from_hf_config(config, tp_size=tp_size, page_size=page_size, dtype=dtype)
+    return problem_from_hf_config(config, tp_size=tp_size, page_size=page_size or device.page_size, dtype=dtype)

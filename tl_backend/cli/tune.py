@@ -36,7 +36,7 @@ def tune(
     model: ModelOption = None,
     every: EveryOption = False,
     tp_size: TPOption = 1,
-    page_size: PageSizeOption = 16,
+    page_size: PageSizeOption = None,
     kind: Annotated[
         str | None, typer.Option("--kind", metavar="KIND", help="prefill or decode. Default: both.")
     ] = None,

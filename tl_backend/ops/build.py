@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tl_backend.cache_folder import cache_folder
+from tl_backend.cache_folder import cache_folder, share_with_tilelang
 from tl_backend.errors import EnvironmentProblemError
 from tl_backend.ops.compile_pool import TIMEOUT_S, Compiled, CompilePool
 from tl_backend.ops.compiled import KernelKey
@@ -62,6 +62,7 @@ def build_kernels(
     for device in {key.device for key in missing}:
         if (reason := environment_problem(device)) is not None:
             raise EnvironmentProblemError(reason)
+    share_with_tilelang()  # Once, not in each process of the pool.
     if on_progress is not None:
         on_progress(0, len(missing), "")
     with CompilePool(processes=processes, timeout_s=timeout_s) as pool:

@@ -9,6 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
+from tl_backend.cache_folder import cache_folder
 from tl_backend.device import DeviceSpec, Vendor
 from tl_backend.errors import describe
 
@@ -38,6 +39,14 @@ def environment_problem(device: DeviceSpec) -> str | None:
     if (reason := tilelang_problem(device)) is not None:
         return reason
     return None if find_compiler(device.vendor) else compiler_problem(device)
+
+
+def start_problem(device: DeviceSpec) -> str | None:
+    """Why a server cannot start here, or None. Kernels that were built before need no compiler."""
+    if (reason := tilelang_problem(device)) is not None:
+        return reason
+    is_empty = next(cache_folder().glob("*.json"), None) is None
+    return compiler_problem(device) if find_compiler(device.vendor) is None and is_empty else None
 
 
 def tilelang_problem(device: DeviceSpec) -> str | None:

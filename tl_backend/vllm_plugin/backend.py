@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from tl_backend.device import MIN_NVIDIA_ARCH
+from tl_backend.device import HOPPER_PAGE_SIZE, MIN_NVIDIA_ARCH
 from tl_backend.errors import describe
 from tl_backend.problem import PAGE_SIZE_STEP, SUPPORTED_HEAD_DIMS, head_dim_refusal, page_size_refusal
 from tl_backend.vllm_plugin.layer import dtype_name
@@ -28,10 +28,7 @@ FP8_SPELLINGS: tuple[CacheDType, ...] = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # gfx90a, gfx942 and gfx950 as vLLM numbers them. gfx908 and gfx940 share numbers; DeviceSpec.of refuses them by name.
 ROCM_CAPABILITIES = ((9, 0), (9, 4), (9, 5))
 
-# Hopper's prefill is fastest from pages of 128: those of 16 take 0.4 to 4.2% longer (H200, the rows of
-# benchmarks/results/prefill_h200.json). Decodes of 32/8 with the H200 table's configs are as fast on average, from 1.07
-# to 0.83 times (64 requests of up to 1024 keys).
-HOPPER, HOPPER_BLOCK_SIZE = (9, 0), 128
+HOPPER = (9, 0)
 
 SERVED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
@@ -76,7 +73,7 @@ class TileLangBackend(AttentionBackend):
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """What a server has that was given no ``--block-size``. vLLM asks a worker, once its model is loaded."""
         if current_platform.is_cuda() and current_platform.is_device_capability(HOPPER):
-            return max(default_block_size, HOPPER_BLOCK_SIZE)
+            return max(default_block_size, HOPPER_PAGE_SIZE)
         preferred: int = super().get_preferred_block_size(default_block_size)
         return preferred
 

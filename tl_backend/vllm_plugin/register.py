@@ -56,13 +56,13 @@ def refusal() -> str | None:
         from vllm.platforms import current_platform
 
         from tl_backend.device import DeviceSpec
-        from tl_backend.ops.environment import environment_problem
+        from tl_backend.ops.environment import start_problem
 
         asked_on_cpu = Settings.from_env().cpu
         if current_platform.is_cpu():
-            return environment_problem(DeviceSpec.absent("c")) if asked_on_cpu else None
+            return start_problem(DeviceSpec.absent("c")) if asked_on_cpu else None
         # Which GPU it is does not matter yet, and asking would start CUDA in the API server.
-        return environment_problem(DeviceSpec.absent("gfx942" if current_platform.is_rocm() else "sm_90"))
+        return start_problem(DeviceSpec.absent("gfx942" if current_platform.is_rocm() else "sm_90"))
     except TLBackendError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001
