@@ -34,7 +34,7 @@ def test_the_jit_monitor_passes_what_was_prepared_and_stops_a_planted_compilatio
     """``--jit-monitor-mode=error``, which ``--enforce-eager`` turns off: activated here as a worker does."""
     answer = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=False,
-        env={**os.environ, "TL_BACKEND_CACHE_DIR": str(tmp_path / "kernels")},
+        env={**os.environ, "TL_BACKEND_CACHE_DIR": str(tmp_path), "TILELANG_CACHE_DIR": str(tmp_path / "tl")},
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     served, error = [line for line in answer.stdout.splitlines() if line == "served" or "prefill" in line][-2:]
