@@ -20,6 +20,7 @@ __all__ = [  # The words of a problem are for commands, too.
     "ArchOption",
     "MultiprocessorsOption",
     "ProblemOption",
+    "ProcessesOption",
     "check_runs_here",
     "device_of",
     "format_problem",
@@ -42,6 +43,10 @@ MultiprocessorsOption = Annotated[
     typer.Option(
         "--multiprocessors", min=1, metavar="N", help="SMs or compute units of --arch. Default: its largest GPU's."
     ),
+]
+
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", min=1, metavar="N", help="That compile. Default: all cores.")
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from tl_backend.cli.options import ArchOption, MultiprocessorsOption, check_runs_here, device_of
+from tl_backend.cli.options import ArchOption, MultiprocessorsOption, ProcessesOption, check_runs_here, device_of
 from tl_backend.cli.output import JsonOption, people, print_json, progress
 from tl_backend.cli.problems import (
     EveryOption,
@@ -31,9 +31,7 @@ def prebuild(
     folder: Annotated[
         Path | None, typer.Option("--out", metavar="FOLDER", help="Default: the cache of TL_BACKEND_CACHE_DIR.")
     ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, metavar="N", help="That compile. Default: all cores.")
-    ] = None,
+    processes: ProcessesOption = None,
     arch: ArchOption = None,
     multiprocessors: MultiprocessorsOption = None,
     json: JsonOption = False,

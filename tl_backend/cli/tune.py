@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tl_backend.cli.options import ArchOption, MultiprocessorsOption, check_runs_here, device_of
+from tl_backend.cli.options import ArchOption, MultiprocessorsOption, ProcessesOption, check_runs_here, device_of
 from tl_backend.cli.output import JsonOption, print_json, progress
 from tl_backend.cli.problems import (
     EveryOption,
@@ -53,9 +53,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write this table file instead of a generation.")
     ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, metavar="N", help="That compile. Default: all cores.")
-    ] = None,
+    processes: ProcessesOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be searched; needs no device.")] = False,
     generate: Annotated[
         bool, typer.Option("--compile", help="With --dry-run: generate the code of every kernel.")

@@ -126,7 +126,7 @@ class KernelStore:
             library = self._publish(f"{name}.so", Path(artifact.path).read_bytes())
             self._publish(f"{name}.json", entry.model_dump_json(indent=1).encode())
         except OSError as error:
-            raise unusable(self.folder, error.strerror or str(error)) from error
+            raise _unusable(self.folder, error.strerror or str(error)) from error
         return artifact._replace(path=str(library))
 
     def forget(self, key: KernelKey) -> None:
@@ -148,7 +148,7 @@ class KernelStore:
         except OSError as error:
             if isinstance(error, PermissionError) and os.access(self.folder, os.W_OK):
                 return KernelLock(None)  # Another user's: kernels can be published all the same.
-            raise unusable(path, error.strerror or str(error)) from error
+            raise _unusable(path, error.strerror or str(error)) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -174,7 +174,7 @@ class KernelStore:
         logger.warning("kernel cache: %s in %s is compiled anew: %s", name, self.folder, reason)
 
 
-def unusable(folder: Path, reason: str) -> EnvironmentProblemError:
+def _unusable(folder: Path, reason: str) -> EnvironmentProblemError:
     """What to say of a folder that kernels cannot be put in."""
     return EnvironmentProblemError(
         describe(

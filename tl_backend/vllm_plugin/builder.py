@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CAUSAL_SPECS = (FullAttentionSpec, SlidingWindowSpec)
-
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM formats and shows only loggers below its own.
 
 
 @dataclass
