@@ -48,6 +48,15 @@ def test_what_is_missing_is_built_and_what_is_there_is_not(pool: type[FakePool],
     assert seen == []
 
 
+def test_keys_whose_programs_are_the_same_share_what_the_compiler_made(
+    pool: type[FakePool], store: KernelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "same_program", True)
+    found = build_kernels(KEYS, store=store)
+    assert [store.find(key) for key in KEYS] == [found[key] for key in KEYS]
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
 def test_a_kernel_that_does_not_compile_costs_itself_and_is_tried_again(
     pool: type[FakePool], store: KernelStore
 ) -> None:

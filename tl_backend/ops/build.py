@@ -83,6 +83,7 @@ class _Build:
         self._held: dict[KernelKey, KernelLock] = {}
         self._patience_s = patience_s
         self._asked_first: dict[KernelKey, float] = {}
+        self._left: set[Path] = set()  # TileLang's files, which are of no use once all is stored.
 
     def __iter__(self) -> Iterator[tuple[KernelKey, Built]]:
         try:
@@ -93,6 +94,8 @@ class _Build:
         finally:
             for lock in self._held.values():
                 lock.release()
+            for path in self._left:
+                path.unlink(missing_ok=True)
 
     def _hand_out(self) -> Iterator[tuple[KernelKey, Built]]:
         """Give the pool what it has room for: the rest is left to the processes beside this one."""
@@ -123,16 +126,10 @@ class _Build:
         try:
             if outcome.artifact is None:
                 return outcome.key, outcome.error or "no kernel"
-            return outcome.key, _moved(self._store, outcome.key, outcome.artifact)
+            # Not removed yet: TileLang answers a second key whose program is the same with the same library.
+            path = Path(outcome.artifact.path)
+            if path.parent == Path(tempfile.gettempdir()):
+                self._left.update(path.with_suffix(suffix) for suffix in (".so", ".cu", ".cpp"))
+            return outcome.key, self._store.put(outcome.key, outcome.artifact)
         finally:
             lock.release()
-
-
-def _moved(store: KernelStore, key: KernelKey, artifact: Artifact) -> Artifact:
-    try:
-        return store.put(key, artifact)
-    finally:
-        path = Path(artifact.path)
-        if path.parent == Path(tempfile.gettempdir()):  # TileLang leaves it there, and its source.
-            for suffix in (".so", ".cu", ".cpp"):
-                path.with_suffix(suffix).unlink(missing_ok=True)
